@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 
-from bench_table3 import PAPER, clock_of, row_problem, serial_time
+from bench_table3 import PAPER, clock_of, row_problem, serial_time, zero_bubble_limit
 
 from dovetail.pipelines import (
     ProblemError,
@@ -23,7 +23,6 @@ from dovetail.pipelines import (
     fused_problem,
     serial_memory,
     steps,
-    zero_bubble_limit,
 )
 
 EQUAL = [(stages, count, mini) for stages, count in ((4, 4), (8, 8), (8, 16), (16, 16), (16, 32)) for mini in (1, 6)]

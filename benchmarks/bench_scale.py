@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from bench_table3 import clock_of
+from bench_table3 import clock_of, zero_bubble_limit
 
 from dovetail.pipelines import (
     ProblemError,
@@ -22,7 +22,6 @@ from dovetail.pipelines import (
     fused_problem,
     serial_memory,
     steps,
-    zero_bubble_limit,
 )
 from dovetail.planner.shape import ModelShape
 

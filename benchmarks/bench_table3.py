@@ -19,11 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from dovetail.pipelines import (
+    CHUNKED,
     FAMILIES,
     ModelPipelines,
     Schedule,
     ScheduleProblem,
     SearchEffort,
+    StagePlacement,
     check_steps,
     document,
     find,
@@ -62,6 +64,21 @@ def row_problem(row: int, **more: float) -> ScheduleProblem:
 
 def serial_time(problem: ScheduleProblem) -> float:
     return find(problem, FAMILIES["serial"], SearchEffort()).makespan
+
+
+def zero_bubble_limit(problem: ScheduleProblem) -> float:
+    """The work of the busiest rank, in the best of the families' placements. No schedule of any family is faster."""
+    return min(_busiest(problem, family.placement) for family in (*FAMILIES.values(), *CHUNKED.values()))
+
+
+def _busiest(problem: ScheduleProblem, placement: StagePlacement) -> float:
+    result = np.zeros(problem.ranks)
+    for index, m in enumerate(problem.models):
+        fields = ("forward", "backward")
+        times = sum(problem.along(index, field, placement.chunks).sum(axis=2) for field in fields)
+        for k in range(m.pipelines):
+            np.add.at(result, placement.path(problem, index, k), times[k])
+    return float(result.max())
 
 
 def random_problem(rng: np.random.Generator) -> ScheduleProblem:

@@ -28,7 +28,6 @@ from dovetail.pipelines import (
     ScheduleProblem,
     SearchEffort,
     evaluate,
-    zero_bubble_limit,
 )
 from dovetail.pipelines.instance import make_instance
 from dovetail.protocol.messages import Action, Load, ModelRef, StageTimes
@@ -182,8 +181,7 @@ def run(rank: int, world: int, port: int, settings: dict[str, int]) -> dict[str,
         bench.timed(next(iter(found.values())).actions(bench.rank))
         rounds(bench, rows, found, c)
         if (chunks, reverse) == (1, False):
-            problem = problem_of(bench, times, c)
-            result = {"limit": zero_bubble_limit(problem), "split": split_cost(bench, times, c)}
+            result = {"split": split_cost(bench, times, c)}
             seconds = torch_rounds(bench)
             rows["serial, torch's 1F1B"] = {**rows["serial"], "seconds": seconds, "own": None, "peaks": None}
     seconds = torch_zbv_rounds(bench)

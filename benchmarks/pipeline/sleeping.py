@@ -35,7 +35,7 @@ from pipeline import torch_zbv
 # By placement: whether the critic's stages run against the actor's, stages of a model on a rank, and whether these are
 # in a loop.
 FAMILIES = {
-    (True, 1, False): ("serial", "overlapped", "fused", "fused-rolled", "fused-split"),
+    (True, 1, False): ("serial", "fused", "fused-rolled", "fused-split"),
     (False, 1, False): ("stitched",),
     (True, 2, False): ("fused-v", "fused-v-rolled", "fused-v-whole"),
     (False, 2, False): ("zb-v", "v-half", "v-min"),

@@ -10,7 +10,7 @@ each rank.
     Path("schedule.svg").write_text(svg(found))
     Path("schedule.json").write_text(json.dumps(document(found)))
 
-`choose` compares families. `pareto` compares memory limits. docs/schedules.md explains the problem, the families and
+`choose` compares families. docs/schedules.md explains the problem, the families and
 the search. `simulate` describes the simulator's arrays, which hold stages in any placement on the ranks."""
 
 from dovetail.pipelines.bound import lower_bound
@@ -30,14 +30,11 @@ from dovetail.pipelines.families import (
     family_of,
     fixed_orders,
     interleaved_family,
-    zero_bubble_limit,
 )
 from dovetail.pipelines.instance import Coupling, SearchInstance, Shape, StagePlacement
 from dovetail.pipelines.problem import ModelPipelines, ProblemError, ScheduleProblem, fused_problem, serial_memory
-from dovetail.pipelines.schedule import DeadlockError, Pass, Schedule, evaluate
-from dovetail.pipelines.schedule_json import document
-from dovetail.pipelines.search.compare import Choice, cached_find, choose, front, pareto
-from dovetail.pipelines.search.find import find
+from dovetail.pipelines.schedule import DeadlockError, Pass, Schedule, document, evaluate
+from dovetail.pipelines.search.find import Choice, choose, find
 from dovetail.pipelines.search.rounds import SearchEffort
 from dovetail.pipelines.simulate import Floats, Ints, one_f_one_b, simulate_1f1b
 
@@ -64,7 +61,6 @@ __all__ = [
     "SearchInstance",
     "Shape",
     "StagePlacement",
-    "cached_find",
     "check_steps",
     "choose",
     "dedicated",
@@ -76,16 +72,13 @@ __all__ = [
     "family_of",
     "find",
     "fixed_orders",
-    "front",
     "fused_problem",
     "interleaved_family",
     "lower_bound",
     "one_f_one_b",
-    "pareto",
     "serial_memory",
     "simulate_1f1b",
     "steps",
     "svg",
     "text_rows",
-    "zero_bubble_limit",
 ]

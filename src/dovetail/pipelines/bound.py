@@ -95,12 +95,6 @@ def _areas(instance: SearchInstance, m: int, first: int, last: int) -> Floats:
     return area
 
 
-def least_interval(instance: SearchInstance, m: int) -> float:
-    """The least mean time between the entries of two micro-batches of a model, if only memory limits them."""
-    count = int(instance.total[instance.chunks(m).start])
-    return float(_areas(instance, m, 0, count).max()) / count
-
-
 def _turns(instance: SearchInstance, m: int, first: int, last: int) -> float:
     """The least time in which micro-batches run through all stages and back. Each one follows the forwards of those
     before it. Those that do not fit in memory together wait for each other.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dovetail.pipelines.chunked import interleaved, one_by_one, v_half, v_min, zb_v
-from dovetail.pipelines.instance import Coupling, SearchInstance, Shape, StagePlacement, make_instance, work
+from dovetail.pipelines.instance import Coupling, SearchInstance, Shape, StagePlacement, make_instance
 from dovetail.pipelines.problem import ModelPipelines, ProblemError, ScheduleProblem
 from dovetail.pipelines.schedule import Schedule, evaluate
 from dovetail.pipelines.simulate import KINDS, B, F, Ints, one_f_one_b
@@ -22,9 +21,8 @@ class Family:
     `reverse`: the critic's pipelines run in the opposite direction to the actor's. `chunks`: the number of stages of a
     model on each of its ranks; `shape` says how they are laid out. `split`: a backward is split into input gradient and
     weight gradient. `fixed`: a rule builds the schedule; other families are searched. `capped`: the search starts from
-    a rule's schedule, and uses no more memory than this schedule. `seldom`: the family is seldom the fastest, so
-    `choose` searches it only if its bound is below the makespans of the other families. `published`: the published name
-    of the family, or the schedule that it is based on."""
+    a rule's schedule, and uses no more memory than this schedule. `published`: the published name of the family, or the
+    schedule that it is based on."""
 
     name: str
     description: str
@@ -35,7 +33,6 @@ class Family:
     chunks: int = 1
     shape: Shape = Shape.ZIGZAG
     capped: bool = False
-    seldom: bool = False
     published: str = ""
 
     @property
@@ -52,14 +49,6 @@ FAMILIES = {
             Coupling.SERIAL,
             fixed=True,
             published="1F1B twice (PipeDream-Flush; torch's Schedule1F1B)",
-        ),
-        Family(
-            "overlapped",
-            "1F1B, reversed critic, no barrier",
-            Coupling.MINI_BATCH,
-            reverse=True,
-            fixed=True,
-            published="1F1B in Chimera's two directions",
         ),
         Family(
             "zero-bubble",
@@ -84,12 +73,11 @@ FAMILIES = {
         Family("fused-split-rolled", "bidirectional, split, rolled", Coupling.ROLLED, reverse=True, split=True),
     )
 }
-_INTERLEAVED = re.compile("interleaved-([3-9]|[1-9][0-9]+)")
 
 
 def interleaved_family(chunks: int, models: int = 2) -> Family:
-    """Interleaved 1F1B with so many chunks on each rank: `interleaved` for 2, `interleaved-3` for 3, and so on.
-    `models`: how many the problem has."""
+    """Interleaved 1F1B with so many chunks on each rank: `interleaved` for 2, `interleaved-4` for 4. `models`: how many
+    the problem has."""
     return Family(
         "interleaved" if chunks == 2 else f"interleaved-{chunks}",
         f"{chunks} chunks in a loop" + (", no barrier" if models > 1 else ""),
@@ -105,7 +93,7 @@ def interleaved_family(chunks: int, models: int = 2) -> Family:
 CHUNKED = {
     family.name: family
     for family in (
-        *(interleaved_family(chunks) for chunks in (2, 3, 4)),
+        *(interleaved_family(chunks) for chunks in (2, 4)),
         Family(
             "zb-v",
             "a V of each model, no barrier",
@@ -135,15 +123,13 @@ CHUNKED = {
         ),
         Family("fused-v", "a V of each model, bidirectional", Coupling.MINI_BATCH, reverse=True, split=True, chunks=2),
         Family("fused-v-rolled", "the same, rolled", Coupling.ROLLED, reverse=True, split=True, chunks=2),
-        Family("shared-v", "a V of each model, same direction", Coupling.MINI_BATCH, split=True, chunks=2, seldom=True),
-        Family("shared-v-rolled", "the same, rolled", Coupling.ROLLED, split=True, chunks=2, seldom=True),
         Family("fused-v-whole", "fused-v, backwards not split", Coupling.MINI_BATCH, reverse=True, chunks=2),
         Family("fused-w", "four chunks, bidirectional", Coupling.MINI_BATCH, reverse=True, split=True, chunks=4),
     )
 }
 """Families that lay several stages of a model on each rank (Qi et al., arXiv 2401.10241 and 2405.15362; the fused ones
 are ours)."""
-ALONE = {family.name: family for family in (interleaved_family(chunks, 1) for chunks in (2, 3, 4))} | {
+ALONE = {family.name: family for family in (interleaved_family(chunks, 1) for chunks in (2, 4))} | {
     name: replace(family, description=description, published=published, coupling=Coupling.MINI_BATCH)
     for name, family, description, published in (
         (
@@ -171,10 +157,7 @@ DEDICATED = Family(
 
 
 def family_of(name: str, models: int = 2) -> Family:
-    """The family with this name, for problems of so many models. Names such as `interleaved-5` are allowed too. Raises
-    KeyError for other names."""
-    if match := _INTERLEAVED.fullmatch(name):
-        return interleaved_family(int(match[1]), models)
+    """The family with this name, for problems of so many models. Raises KeyError for other names."""
     if models == 1:
         return ALONE[name]
     return DEDICATED if name == DEDICATED.name else {**FAMILIES, **CHUNKED}[name]
@@ -193,16 +176,10 @@ def family_instance(problem: ScheduleProblem, family: Family) -> SearchInstance:
     return make_instance(problem, family.placement, split=family.split, coupling=family.coupling)
 
 
-def zero_bubble_limit(problem: ScheduleProblem) -> float:
-    """The work of the busiest rank, in the best of the families' placements. No schedule of any family is faster."""
-    placements = {family.placement for family in (*FAMILIES.values(), *CHUNKED.values())}
-    return min(float(work(problem, placement).max()) for placement in placements)
-
-
 def starts(instance: SearchInstance) -> Iterator[Ints]:
     """Orders of an instance's passes that a rule builds. A search may start from them. The fastest come first."""
     chunks = instance.placement.chunks
-    names = ["overlapped"] if chunks == 1 else ["one by one"]
+    names = ["serial"] if chunks == 1 else ["one by one"]
     if chunks == 2 and instance.split:
         names = ["zb-v", "v-half", "v-min", *names]
     elif chunks == 2 and len(instance.problem.models) == 1:
@@ -240,7 +217,7 @@ def fixed_orders(instance: SearchInstance, family: Family) -> Ints:
             rows.append(_stitched(instance, rank, 1) * mini_batches)
         elif family.name == "stitched-rolled":
             rows.append(_stitched(instance, rank, mini_batches))
-        elif (rule := _RULES.get(_INTERLEAVED.sub("interleaved", family.name))) is not None:
+        elif (rule := interleaved if family.shape is Shape.LOOP else _RULES.get(family.name)) is not None:
             passes = [code for m in range(len(instance.problem.models)) for code in rule(instance, rank, m)]
             rows.append(passes * mini_batches)
         else:
@@ -281,11 +258,9 @@ def _stitched(instance: SearchInstance, rank: int, mini_batches: int) -> list[in
 
 _RULES: dict[str, _Rule] = {
     "serial": _one_f_one_b,
-    "overlapped": _one_f_one_b,
     "zb-v": zb_v,
     "v-half": v_half,
     "v-min": v_min,
-    "interleaved": interleaved,
     "one by one": one_by_one,
 }
 

@@ -194,17 +194,6 @@ def _fill_tails(instance: SearchInstance) -> None:
                 t[c, F, rank] = latency[p, F, onward] + d[p, F, onward] + t[p, F, onward]
 
 
-def work(problem: ScheduleProblem, placement: StagePlacement) -> Floats:
-    """The time of all passes of all models on each rank, (N,)."""
-    result = np.zeros(problem.ranks)
-    for index, m in enumerate(problem.models):
-        fields = ("forward", "backward")
-        times = sum(problem.along(index, field, placement.chunks).sum(axis=2) for field in fields)
-        for k in range(m.pipelines):
-            np.add.at(result, placement.path(problem, index, k), times[k])
-    return result
-
-
 def mirror(instance: SearchInstance) -> SearchInstance:
     """The instance run backwards in time: the first and the last kind of passes change places. This is valid only if
     barriers between mini-batches look the same from both ends."""

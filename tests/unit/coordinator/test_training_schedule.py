@@ -91,7 +91,7 @@ def test_rank_lists_are_what_the_executor_accepts(
     sequences = per_position * positions * world_size(placed["actor"])
     counts = {name: sequences // layout.dp for name, layout in placed.items()}
     problem = training_problem(placed, counts, mini_batches)
-    families = ["serial", "overlapped", "stitched", "stitched-rolled"]
+    families = ["serial", "stitched", "stitched-rolled"]
     choice = choose_schedule(problem, families, SearchEffort(scale=0.01), reverse)
     for found in choice.schedules.values():
         lists = rank_actions(found, placed)
@@ -248,7 +248,7 @@ def test_auto_beats_serial_on_two_ranks_and_the_page_shows_it(tmp_path: Path) ->
         return scheduling, chosen
 
     scheduling, chosen = asyncio.run(go())
-    assert chosen.family not in ("serial", "overlapped")
+    assert chosen.family != "serial"
     assert scheduling.layouts["critic"].reverse == chosen.family.startswith("fused")
     found = RunFolder(tmp_path).schedule()
     assert found

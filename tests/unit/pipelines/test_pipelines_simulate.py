@@ -123,7 +123,7 @@ def test_numba_still_asks_kernels_for_what_compat_gives_it():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not COMPILED, reason="numba is not installed")
-@pytest.mark.parametrize("family", ["serial", "overlapped", "fused", "fused-split", "fused-v", "zb-v"])
+@pytest.mark.parametrize("family", ["serial", "fused", "fused-split", "fused-v", "zb-v"])
 def test_a_kernel_gives_the_same_bits_uncompiled(family):
     rng = np.random.default_rng(1)
     models = [

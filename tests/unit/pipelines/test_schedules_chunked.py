@@ -1,7 +1,6 @@
 """Schedules with several stages of a model on each rank."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 
@@ -13,7 +12,6 @@ from dovetail.pipelines import (
     ScheduleProblem,
     SearchEffort,
     check_steps,
-    choose,
     document,
     evaluate,
     family_instance,
@@ -49,7 +47,7 @@ def test_zb_v_twice_takes_what_it_takes_elsewhere(stages, count, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 4), (4, 16), (8, 3), (8, 24), (5, 7), (4, 10)])
-@pytest.mark.parametrize("name", ["interleaved", "interleaved-3", "interleaved-6", "zb-v"])
+@pytest.mark.parametrize("name", ["interleaved", "interleaved-4", "zb-v"])
 def test_published_schedules_are_the_ones_that_torch_ships(name, stages, count):
     from torch.distributed.pipelining import schedules
 
@@ -76,7 +74,7 @@ def test_published_schedules_are_the_ones_that_torch_ships(name, stages, count):
         assert ours == expected
 
 
-@pytest.mark.parametrize("name", ["interleaved", "interleaved-3", "zb-v", "v-half", "v-min"])
+@pytest.mark.parametrize("name", ["interleaved", "interleaved-4", "zb-v", "v-half", "v-min"])
 def test_any_number_of_micro_batches_ends_on_any_number_of_ranks(name):
     """torch and Megatron-LM refuse some of them for interleaved 1F1B."""
     for ranks, count, mini_batches in itertools.product((1, 2, 3, 5, 8), (1, 2, 3, 5, 7, 10, 13, 17), (1, 2)):
@@ -139,41 +137,10 @@ def test_more_chunks_in_a_loop_wait_less(chunks):
     """Narayanan et al. 2021, section 2.2: with v chunks the bubble is 1 / v of that of 1F1B, and memory is higher."""
     problem = fused_problem(8, 8, 16, 1, 1)
     family = interleaved_family(chunks)
-    assert family == family_of(family.name)
     found = find(problem, family, SearchEffort())
     check_steps(problem, steps(found))
     assert found.makespan == pytest.approx(2 * 3 * (16 + 7 / chunks))
     assert found.peak == pytest.approx(8 + 7 / chunks)
-
-
-@pytest.mark.parametrize("limited", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_a_v_of_each_model_in_one_direction_is_no_slower_than_one_after_the_other(limited):
-    """But it is slower than opposite directions: the last rank's first work arrives after all other ranks' forwards."""
-    free = fused_problem(3, 3, 4, 1, 1, communication=0.1)
-    problem = replace(free, memory_limit=serial_memory(free) if limited else None)
-    effort = SearchEffort(scale=0.02, workers=1, memory=False, exact=False)
-    one_way, both_ways = (find(problem, CHUNKED[name], effort) for name in ("shared-v", "fused-v"))
-    check_steps(problem, steps(one_way))
-    assert both_ways.makespan < one_way.makespan < find(free, CHUNKED["zb-v"], SearchEffort()).makespan
-    assert both_ways.makespan < one_way.bound
-
-
-def test_a_v_in_one_direction_is_searched_only_where_it_can_be_the_fastest():
-    problem = fused_problem(4, 4, 4, 1, 1)
-    asked = []
-
-    def finder(problem, name, effort):
-        asked.append(name)
-        return find(problem, CHUNKED[name], effort)
-
-    choice = choose(problem, QUICK, ["shared-v", "zb-v", "fused-v"], finder)
-    assert asked == ["zb-v", "fused-v"]
-    assert list(choice.schedules) == ["shared-v", "zb-v", "fused-v"], "the report names it all the same"
-    assert choice.schedules["shared-v"].makespan <= choice.schedules["zb-v"].makespan
-    assert choice.best.family == "fused-v"
-    asked.clear()
-    assert choose(problem, QUICK, ["shared-v", "zb-v"], finder).best.family == "shared-v"
-    assert asked == ["zb-v", "shared-v"]
 
 
 @pytest.mark.parametrize("name", [pytest.param("fused-v", marks=pytest.mark.slow), "fused-w", "zb-v", "v-min"])

@@ -1,4 +1,4 @@
-"""CP-SAT on schedules, unrolled schedules, and the front of time against memory."""
+"""CP-SAT on schedules."""
 
 import itertools
 from importlib.util import find_spec
@@ -19,14 +19,11 @@ from dovetail.pipelines import (
     family_instance,
     family_of,
     find,
-    front,
     fused_problem,
-    pareto,
     serial_memory,
     steps,
 )
 from dovetail.pipelines.search.exact import ExactSearch, time_unit
-from dovetail.pipelines.search.steady_state import shorten, unroll
 
 pytestmark = pytest.mark.skipif(find_spec("ortools") is None, reason="needs OR-Tools")
 
@@ -96,39 +93,3 @@ def test_a_row_of_the_papers_table_that_the_other_searches_miss():
     found = evaluate(instance, answer.orders)
     assert found.makespan == 225
     assert found.peak <= serial_memory(problem) * 1.0045
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("actor", "critic"), [(2, 2), (4, 2), (2, 4)])
-def test_a_long_schedule_repeats_the_steady_part_of_a_short_one(actor, critic):
-    ranks = max(actor, critic)
-    problem = fused_problem(actor, critic, 6 * ranks, 5, 2)
-    family = FAMILIES["fused"]
-    fewer = shorten(problem, family)
-    assert fewer.models[0].micro_batches < problem.models[0].micro_batches
-    short = find(fewer, family, SearchEffort(scale=0.002, exact=False))
-    found = unroll(problem, family, short)
-    check_steps(problem, steps(found))
-    assert found.makespan >= found.bound
-    # What is repeated takes no longer a micro-batch than what it was taken from.
-    assert found.makespan / problem.models[0].micro_batches <= short.makespan / fewer.models[0].micro_batches
-    assert found.peak <= short.peak * 1.5
-
-
-def test_few_micro_batches_are_not_unrolled():
-    assert shorten(fused_problem(4, 4, 16, 5, 2), FAMILIES["fused"]) is None
-    assert shorten(fused_problem(2, 2, 64, 5, 2, mini_batches=2), FAMILIES["fused"]) is None
-
-
-@pytest.mark.slow
-def test_the_front_gives_memory_for_time():
-    problem = fused_problem(4, 4, 8, 2, 1)
-    found = pareto(problem, "fused", SearchEffort(scale=0.01), points=4)
-    assert len(found) >= 2
-    for fast, small in itertools.pairwise(found):
-        assert fast.makespan < small.makespan
-        assert fast.peak > small.peak
-    for schedule in found:
-        check_steps(problem, steps(schedule))
-    assert front([*found, *found[::-1]]) == found
-    assert len(pareto(problem, "stitched", SearchEffort())) == 1

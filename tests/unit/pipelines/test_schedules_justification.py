@@ -48,7 +48,7 @@ def problems(draw):
 def plain(problem, name):
     """One model's 1F1B after the other's."""
     instance = family_instance(problem, FAMILIES[name])
-    return evaluate(instance, fixed_orders(instance, Family("overlapped", "", instance.coupling)), name)
+    return evaluate(instance, fixed_orders(instance, Family("serial", "", instance.coupling)), name)
 
 
 @settings(max_examples=25, deadline=None)

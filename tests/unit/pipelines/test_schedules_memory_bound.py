@@ -25,7 +25,7 @@ from dovetail.pipelines.families import Family
 from dovetail.pipelines.search.exact import ExactSearch, available
 
 NAMES = ["fused", "fused-rolled", "fused-split", "shared", "zero-bubble", "fused-v", "fused-v-whole", "fused-w"]
-NAMES += ["shared-v", "interleaved", "interleaved-4"]
+NAMES += ["interleaved", "interleaved-4"]
 
 
 @st.composite

@@ -101,7 +101,7 @@ def test_it_runs(command: str, here: Path) -> None:
     if "gpus.yaml" in command:
         local = local.replace("job.yaml", "examples/quickstart-cluster.yaml")
     if command.startswith("schedule"):
-        local += " --seconds 1 --no-cache"
+        local += " --seconds 1"
     done = CliRunner().invoke(cli, shlex.split(local))
     assert done.exit_code == 0, done.output
     assert done.output.strip() or "--grep" in command, "a search may find nothing"

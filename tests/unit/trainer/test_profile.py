@@ -153,15 +153,14 @@ def measured(tmp_path):
     return path
 
 
-COMMAND = ["schedule", "--actor-stages", "2", "--critic-stages", "2", "--micro-batches", "4", "--no-cache"]
+COMMAND = ["schedule", "--stages", "2", "2", "--micro-batches", "4"]
 
 
 def test_a_schedule_is_chosen_by_a_profile(measured, tmp_path):
     out = tmp_path / "s.json"
-    more = ["--profile", str(measured), "--micro-batch-size", "4", "--family", "stitched", "--pareto", "-o", str(out)]
+    more = ["--profile", str(measured), "--micro-batch-size", "4", "--family", "stitched", "-o", str(out)]
     result = CliRunner().invoke(cli, [*COMMAND, "--seconds", "1", *more])
     assert result.exit_code == 0, result.output
-    assert "stitched: less memory for more time" in result.output
     written = json.loads(out.read_text())
     assert [stage[0] for stage in written["models"][0]["forward"][0]] == pytest.approx([12.4, 14.0])
 
@@ -185,9 +184,9 @@ def test_a_file_that_is_no_profile_is_refused(text, sentence, tmp_path):
 
 
 def test_without_a_profile_the_times_must_be_given():
-    result = CliRunner().invoke(cli, [*COMMAND, "--actor-forward", "2"])
+    result = CliRunner().invoke(cli, COMMAND)
     assert result.exit_code == 2
-    assert "--critic-forward is missing" in result.output
+    assert "--forward is missing" in result.output
 
 
 def test_a_run_takes_the_file_along(measured, tmp_path):

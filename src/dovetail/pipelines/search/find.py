@@ -1,99 +1,83 @@
-"""Searches for the shortest makespan, and then for less memory at that makespan. RLHFuse (section 5.2) anneals instead.
+"""Searches a family for the shortest makespan, and then for less memory at that makespan. Compares families.
 
 1. A list scheduler lists the problem and its mirror image in time, by random priority rules.
 2. The best of these schedules are improved under a limit of activation memory, by justification if backwards are split,
-   and by annealing on the critical path. If there are many micro-batches, a schedule of a few is found, and its steady
-   state is repeated. For many ranks there are dispatch rules and a schedule of fewer ranks that is stretched. If memory
-   is scarce too, there is a schedule whose larger model never waits.
+   and by annealing on the critical path.
 3. If OR-Tools is installed, CP-SAT tries what these do not reach. It also proves that nothing is faster."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dovetail.pipelines.bound import lower_bound
-from dovetail.pipelines.families import Family, family_instance, fixed_orders, fixed_schedule, starts
-from dovetail.pipelines.instance import Coupling, SearchInstance
-from dovetail.pipelines.problem import ProblemError, ScheduleProblem, serial_memory
-from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
-from dovetail.pipelines.search.dispatch_rules import UNLIMITED, DispatchSearch
-from dovetail.pipelines.search.exact import time_unit
-from dovetail.pipelines.search.levels import (
-    CLOSING,
-    DISPATCH_ROUNDS,
-    LATENCY,
-    MEMORY,
-    NEAR,
-    POLISH,
-    SPARES,
-    SPLIT_LATENCY,
-    THINNED,
-    Level,
+from dovetail.pipelines.families import (
+    DEDICATED,
+    Family,
+    family_instance,
+    family_names,
+    family_of,
+    fixed_orders,
+    fixed_schedule,
+    starts,
 )
-from dovetail.pipelines.search.no_wait import no_wait
-from dovetail.pipelines.search.rounds import LARGE, Rounds, SearchEffort, rank
-from dovetail.pipelines.search.scaling import fewer_ranks, many_ranks, stretch
-from dovetail.pipelines.search.steady_state import drop, one_mini_batch, restore, shorten, unroll
+from dovetail.pipelines.instance import Coupling
+from dovetail.pipelines.problem import ModelPipelines, ProblemError, ScheduleProblem, serial_memory
+from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
+from dovetail.pipelines.search.exact import time_unit
+from dovetail.pipelines.search.rounds import LARGE, UNLIMITED, Level, Rounds, SearchEffort
 from dovetail.pipelines.simulate import Ints
 
-Known = tuple[Ints, str]
-"""Orders, and the method that found them."""
+Finder = Callable[[ScheduleProblem, str, SearchEffort], Schedule]
+LATENCY = (
+    Level(1 / 16, rules=1),
+    Level(1 / 4, rules=1),
+    Level(1 / 2, work=0.3, runs=2),
+    Level(rules=1),
+    Level(rules=1, annealing=6, work=2.5, runs=4),
+)
+SPLIT_LATENCY = (
+    Level(1 / 16, rules=1),
+    *[Level(1 / 8, rules=1, justifying=2)] * 4,  # from new rules each time
+    Level(1 / 2, rules=1, justifying=4),
+    Level(1 / 4, annealing=1),
+    Level(rules=1),
+    Level(1 / 4, annealing=2),
+    Level(1 / 2, work=0.3, runs=2),
+    Level(rules=2),
+    Level(rules=1, annealing=6, work=2.5, runs=4),
+)
+MEMORY = (
+    Level(1 / 16, rules=1),
+    Level(work=0.7, runs=4),
+    Level(1 / 4, rules=1),
+    Level(work=6.0, runs=2),
+    Level(rules=1),
+    Level(rules=1, annealing=3),
+    Level(rules=2, annealing=5),
+    Level(work=5.0, runs=8),
+)
+CLOSING = Level(work=2.5, runs=4)
+NEAR = 1.05
+"""CP-SAT looks for a schedule at the bound only if the best one is within this factor of it."""
 
 
 class _Search(Rounds):
-    def without_steady_state(self, limit: float, target: float, level: Level, most: float = 0.0) -> bool:
-        """Whether a schedule without the larger model's steady state was found that becomes one of `target` within
-        `limit` when the steady state is restored. A makespan below `most` is kept, even if it is above `target`."""
-        for number in range(level.thin):
-            fewer = drop(self.instance.problem, SPARES[number % len(SPARES)])
-            if (self.rounds or self.long) and self.left() <= 0:
-                return False
-            if fewer is None:
-                continue
-            self.rounds += 1
-            instance = family_instance(replace(fewer, memory_limit=None), self.family)
-            # Both bounds are without limits. What the limit adds to the bound of the whole problem does not hold for a
-            # part.
-            whole = family_instance(replace(self.instance.problem, memory_limit=None), self.family)
-            shift = lower_bound(whole) - lower_bound(instance)
-            effort = replace(self.effort, seconds=self.left(), seed=self.seed(number), progress=None)
-            search = Rounds(instance, self.family, effort, self.pool)
-            for step in THINNED:
-                near = search.best is not None and search.best.makespan + shift <= target * step.near
-                if step.part > level.part or (step.annealing and not near):
-                    continue
-                short = search.attempt(limit, target - shift, step)
-                if short is None or short.makespan + shift > max(target, most) * (1 + 1e-9):
-                    continue
-                longer = restore(self.instance, short, limit)
-                if longer is not None:
-                    found = self.keep(longer, "steady state")
-                    self.report("steady state")
-                    if found.makespan > target * (1 + 1e-9) and found.makespan <= target * POLISH:
-                        found = min([found, *self.anneal([found], limit, target, step.part)], key=rank)
-                    if found.makespan <= target * (1 + 1e-9):
-                        return True
-                    most = min(most, found.makespan * (1 - 1e-6))
-                if short.makespan + shift <= target * (1 + 1e-9):
-                    break
-        return False
-
-    def run(self, known: Sequence[Known]) -> Schedule | None:
+    def run(self, known: Iterable[Ints]) -> Schedule | None:
         limit = self.instance.problem.memory_limit
         cap = UNLIMITED if limit is None else limit
-        for orders, how in self._starts(cap, known):
-            self.keep(orders, how)
+        # The search never ends with a schedule that is worse than those that are known or built by a rule.
+        for orders in (*known, *starts(self.instance)):
+            with contextlib.suppress(DeadlockError):
+                if evaluate(self.instance, orders).fits(cap):
+                    self.keep(orders, "rule")
         for level in SPLIT_LATENCY if self.family.split else LATENCY:
             if self.best is not None and self.best.at_bound:
                 break
             self.attempt(cap, self.bound, level)
-            if level.thin and not (self.best is not None and self.best.at_bound):
-                most = UNLIMITED if self.best is None else self.best.makespan
-                self.without_steady_state(cap, self.bound, level, most)
             near = self.best is None or (not self.best.at_bound and self.best.makespan <= self.bound * NEAR)
             if level.work and near and self.proved <= self.bound:
                 self._prove(cap, self.bound, level.work, level.runs)
@@ -104,15 +88,6 @@ class _Search(Rounds):
         if self.proved < self.best.makespan:
             self._close(cap)
         return replace(self.best, proved=self.proved)
-
-    def _starts(self, cap: float, known: Sequence[Known]) -> Iterable[Known]:
-        """The known schedules and those that a rule builds, if they fit. The search never ends with a worse one."""
-        for start, how in (*known, *((orders, "rule") for orders in starts(self.instance))):
-            try:
-                if evaluate(self.instance, start).fits(cap):
-                    yield start, how
-            except DeadlockError:
-                continue
 
     def _prove(self, cap: float, target: float, work: float, runs: int) -> bool:
         """Whether CP-SAT found a schedule of `target`, or proved that all are slower."""
@@ -151,9 +126,7 @@ class _Search(Rounds):
             failed = impossible
             while self.left() > 0 and self.best.peak > max(goal, failed * 1.01):
                 trial = goal if not failed else (failed + self.best.peak) / 2
-                if level.thin:
-                    reached = self.without_steady_state(trial, target, level)
-                elif level.work:
+                if level.work:
                     answer = self.exact(trial, target, level.work, level.runs)
                     if answer.impossible:
                         impossible = trial
@@ -167,66 +140,22 @@ class _Search(Rounds):
                         break
 
 
-def _unrolled(problem: ScheduleProblem, family: Family, effort: SearchEffort, pool: ThreadPoolExecutor) -> Ints | None:
-    """Orders from a schedule of fewer micro-batches, found in a third of the time."""
-    fewer = shorten(problem, family)
-    if fewer is None:
-        return None
-    part = replace(effort, seconds=effort.seconds / 3)
-    found = _Search(family_instance(fewer, family), family, part, pool).run([])
-    longer = None if found is None else unroll(problem, family, found)
-    return None if longer is None else longer.orders
-
-
 def _repeated(problem: ScheduleProblem, family: Family, effort: SearchEffort) -> Ints | None:
-    """The orders of one mini-batch as often as there are mini-batches, found in half of the time."""
+    """The orders of one mini-batch as often as there are mini-batches, found in half of the time. Times are the mean
+    over micro-batches."""
     part = replace(effort, seconds=effort.seconds / 2, memory=False, progress=None)
+    models = tuple(_mean(problem, index, m) for index, m in enumerate(problem.models))
     try:
-        found = find(one_mini_batch(problem), family, part)
+        found = find(replace(problem, models=models, mini_batches=1), family, part)
     except ProblemError:
         return None
     return np.tile(found.orders, problem.mini_batches)
 
 
-def _stretched(problem: ScheduleProblem, family: Family, effort: SearchEffort, pool: ThreadPoolExecutor) -> list[Ints]:
-    """Orders from a schedule of fewer ranks, found in a third of the time."""
-    fewer = fewer_ranks(problem, family)
-    if fewer is None:
-        return []
-    part = replace(effort, seconds=effort.seconds / 3, memory=False)
-    found = _Search(family_instance(fewer, family), family, part, pool).run([])
-    return [] if found is None else stretch(family_instance(problem, family), found)
-
-
-def _dispatched(instance: SearchInstance, effort: SearchEffort, share: float, pool: ThreadPoolExecutor) -> Ints | None:
-    """Orders that a dispatch rule lists, found in a share of the time."""
-    search, begun = DispatchSearch(instance, effort.seed), effort.clock()
-    for number in range(max(1, int(DISPATCH_ROUNDS * effort.scale))):
-        if number and (effort.clock() - begun > share * effort.seconds or search.makespan <= lower_bound(instance)):
-            break
-        search.round(pool)
-    return search.best
-
-
-def _known(
-    instance: SearchInstance, family: Family, effort: SearchEffort, pool: ThreadPoolExecutor
-) -> Iterable[tuple[Ints | None, str]]:
-    """Orders that the search of a large problem starts from."""
-    problem = instance.problem
-    large = instance.ranks * instance.length > LARGE
-    # If the models meet between mini-batches of equal times, nothing is faster than to repeat the best one.
-    if problem.mini_batches > 1 and (large or instance.coupling is not Coupling.ROLLED):
-        yield _repeated(problem, family, effort), "rule"
-    yield _unrolled(problem, family, effort, pool), "period"
-    # Dispatch rules weigh two models against each other.
-    separate = instance.coupling is Coupling.SERIAL or len(problem.models) == 1
-    if not many_ranks(problem) or separate or not large:
-        yield from ((orders, "stretched") for orders in _stretched(problem, family, effort, pool))
-    if many_ranks(problem) and not separate:
-        begun = effort.clock()
-        yield no_wait(instance, lambda: effort.seconds / 4 - (effort.clock() - begun)), "no wait"
-        share = 0.9 if large else 1 / 3
-        yield _dispatched(instance, effort, share, pool), "dispatch"
+def _mean(problem: ScheduleProblem, index: int, m: ModelPipelines) -> ModelPipelines:
+    fields = ("forward", "backward", "input_gradient", "weight_gradient", "activation")
+    means = {field: problem.along(index, field, m.parts).mean(axis=2, keepdims=True) for field in fields}
+    return replace(m, **means)
 
 
 def find(problem: ScheduleProblem, family: Family, effort: SearchEffort, start: Schedule | None = None) -> Schedule:
@@ -244,13 +173,56 @@ def find(problem: ScheduleProblem, family: Family, effort: SearchEffort, start: 
         problem = replace(problem, memory_limit=own if problem.memory_limit is None else min(own, problem.memory_limit))
         instance = family_instance(problem, family)
     with ThreadPoolExecutor(effort.workers) as pool:
-        start_orders = start.orders if start is not None and instance.holds(start.orders) else None
-        known = [(start_orders, "rule"), *_known(instance, family, effort, pool)]
+        known = [start.orders] if start is not None and instance.holds(start.orders) else []
+        # If the models meet between mini-batches of equal times, nothing is faster than to repeat the best one.
+        large = instance.ranks * instance.length > LARGE
+        if problem.mini_batches > 1 and (large or instance.coupling is not Coupling.ROLLED):
+            again = _repeated(problem, family, effort)
+            known += [] if again is None else [again]
         left = replace(effort, seconds=effort.seconds - (effort.clock() - started))
-        best = _Search(instance, family, left, pool).run([(o, how) for o, how in known if o is not None])
+        best = _Search(instance, family, left, pool).run(known)
     if best is None:
         raise ProblemError(
             f"no {family.name} schedule within a memory limit of {problem.memory_limit:g} was found; serial 1F1B takes "
             f"{serial_memory(problem):g} and one micro-batch at a time {problem.least_memory:g}"
         )
     return replace(best, seconds=effort.clock() - started)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`schedules`: the best schedule of each family that fits. `refused`: why the other families do not fit."""
+
+    best: Schedule
+    schedules: dict[str, Schedule]
+    refused: dict[str, str]
+
+    def loss(self, family: str) -> float:
+        """The fraction by which the family takes longer than the best one. 0.08 means 8 % longer."""
+        return self.schedules[family].makespan / self.best.makespan - 1
+
+
+def choose(
+    problem: ScheduleProblem, effort: SearchEffort, families: Sequence[str] | None = None, finder: Finder | None = None
+) -> Choice:
+    """The fastest schedule of `families` (default: all) within the memory limit. If schedules are equally fast, the one
+    with less memory wins, and then the first one.
+
+    The searched families share `effort.seconds`. Raises ProblemError if no family fits."""
+    models = len(problem.models)
+    names = list(families or [*family_names(problem), *([DEDICATED.name] if problem.ranks > 1 < models else [])])
+    searched = sum(not family_of(name, models).fixed for name in names)
+    share = replace(effort, seconds=effort.seconds / max(1, searched))
+    found: dict[str, Schedule] = {}
+    refused: dict[str, str] = {}
+    for name in names:
+        try:
+            found[name] = (
+                find(problem, family_of(name, models), share) if finder is None else finder(problem, name, share)
+            )
+        except ProblemError as error:
+            refused[name] = str(error)
+    if not found:
+        raise ProblemError("no family fits: " + "; ".join(refused.values()))
+    best = min(found.values(), key=lambda s: (round(s.makespan, 9), s.peak))
+    return Choice(best, found, refused)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,13 +19,12 @@ from dovetail.pipelines.families import Family
 from dovetail.pipelines.instance import Coupling, SearchInstance, mirror, unmirror
 from dovetail.pipelines.schedule import Schedule, evaluate, steps_argument, timing_arguments
 from dovetail.pipelines.search.annealing import anneal
-from dovetail.pipelines.search.dispatch_rules import UNLIMITED
 from dovetail.pipelines.search.exact import ExactSearch, Proof, available
-from dovetail.pipelines.search.levels import Level
 from dovetail.pipelines.search.listing import justify, search_rules
 from dovetail.pipelines.simulate import Ints
 
 TASKS = 4
+UNLIMITED = 1e300
 EXACT_SIZE = 3200  # passes; with more, CP-SAT takes too much memory and time
 LARGE = 40_000  # passes; with more, a round of rules takes longer than most searches
 _POLL = 0.05  # seconds
@@ -53,6 +52,19 @@ class SearchEffort:
     scale: float = 1.0
     exact: bool = True
     progress: Progress | None = None
+
+
+class Level(NamedTuple):
+    """What one level of a search tries. Cheap methods come first, and then more work for what they did not find.
+    `part`: the fraction of a round's work. `rules`, `justifying`, `annealing`: the numbers of rounds. `work`: the limit
+    of each of `runs` runs of CP-SAT, in its deterministic seconds."""
+
+    part: float = 1.0
+    rules: int = 0
+    justifying: int = 0
+    annealing: int = 0
+    work: float = 0.0
+    runs: int = 0
 
 
 @dataclass
