@@ -125,13 +125,13 @@ bench-e2e: install ## PPO iterations against TRL
 	$(BIN)/python benchmarks/bench_e2e.py
 
 bench-table3: install ## Fused pipeline schedules against RLHFuse's Table 3
-	$(BIN)/python benchmarks/bench_table3.py
+	$(BIN)/python research/bench_table3.py
 
 bench-families: install ## Every family of pipeline schedules
-	$(BIN)/python benchmarks/bench_families.py
+	$(BIN)/python research/bench_families.py
 
 bench-scale: install ## Schedules of 64 ranks and 256 micro-batches: how far from the bound after so many seconds
-	$(BIN)/python benchmarks/bench_scale.py
+	$(BIN)/python research/bench_scale.py
 
 bench-pipeline: install ## The executor: schedules on real processes against their predictions
 	$(BIN)/python benchmarks/bench_pipeline.py
@@ -146,13 +146,13 @@ bench-async: install ## Iterations with and without a lag: real coordinator, emu
 	$(BIN)/python benchmarks/bench_async.py
 
 bench-interstage-paper: install ## Inter-stage fusion on RLHFuse's settings, simulated
-	$(BIN)/python benchmarks/bench_interstage_paper.py
+	$(BIN)/python research/bench_interstage_paper.py
 
 bench-scoring: install ## Scoring several samples to a prompt, the prompt computed once
 	$(BIN)/python benchmarks/bench_scoring.py
 
 bench-papers: install ## APP, PUZZLE and RLHFuse on their own settings, simulated, beside what they published
-	$(BIN)/python benchmarks/bench_papers.py
+	$(BIN)/python research/bench_papers.py
 
 bench-coordinator: install ## The coordinator with 10,000 samples on 256 emulated servers
 	$(BIN)/python benchmarks/bench_coordinator.py

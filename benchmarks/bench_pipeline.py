@@ -64,7 +64,7 @@ def rank_main(part: str, rank: int, world: int, port: int, settings: dict[str, A
 def print_real(results: list[dict[str, Any]]) -> None:
     rows = results[0]["rows"]
     base, predicted_base = statistics.median(rows["serial"]["seconds"]), rows["serial"]["predicted"]
-    print(f"latency of a boundary tensor {results[0]['latency'] * 1e3:.2f} ms;")
+    print(f"latency of a boundary tensor {results[0]['latency'] * 1e3:.2f} ms")
     print(f"both halves of a split backward take {results[0]['split']:+.1%} longer than the whole")
     columns = "".join(f"{name:>{width}}" for name, width in (("seconds", 9), ("min", 8), ("predicted", 11)))
     columns += f"{'speed-up':>10}{'predicted':>11}{'ratio':>7}{'own passes':>12}{'reached':>9}"

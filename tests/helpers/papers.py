@@ -1,11 +1,11 @@
-"""What the papers' benchmark has, for tests: benchmarks/ is not a package."""
+"""What the papers' benchmark has, for tests: research/ is not a package."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "research"))
 
 from papers import common, free_placements, layouts, strategies
 

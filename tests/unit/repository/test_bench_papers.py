@@ -12,8 +12,8 @@ from dovetail.planner.candidate import Candidate, Placement, Share
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.workload import Lengths, Workload
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+RESEARCH = Path(__file__).parents[3] / "research"
+sys.path.insert(0, str(RESEARCH))
 
 import bench_papers  # noqa: E402
 from papers import app, planner, puzzle, rlhfuse  # noqa: E402

@@ -167,13 +167,13 @@ def switching(setting: str, cluster: str, found: Compared) -> tuple[float, float
     table = route(tensors, actor.layers, training, generation, 8)
     there = inventory(cluster, gpus)
     pool = there.pools[0]
-    mine = table.seconds(8, LINK * pool.gpu.peer, LINK * pool.network, COLLECTIVE_SECONDS)
+    routed = table.seconds(8, LINK * pool.gpu.peer, LINK * pool.network, COLLECTIVE_SECONDS)
     zero = found.deepspeed
     theirs = 0.0
     if zero is not None:
         only = replace(zero.candidate, critic_training=(), critic=())
         theirs = SystemCosts(zero.work, there, DEEPSPEED).transfer(only)
-    return mine, theirs
+    return routed, theirs
 
 
 def sections() -> Iterator[Section]:

@@ -14,8 +14,9 @@ from dovetail.planner.costs.gpu_memory import GPUMemoryModel, Loads, TaskMemory
 from dovetail.planner.costs.memory import FRAGMENTS, ITEMSIZE, Training, trained_parameters
 from dovetail.planner.costs.passes import LINK
 from dovetail.planner.inventory import Inventory
-from dovetail.planner.shape import Head, ModelShape
+from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Lengths, Workload
+from dovetail.protocol.messages import Head
 
 
 @dataclass(frozen=True)

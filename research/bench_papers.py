@@ -1,7 +1,7 @@
 """APP, PUZZLE and RLHFuse in the simulator, each on its own cluster, models and settings, beside what it published.
 
 One set of constants serves all (docs/planner.md, Time): nothing is fitted to a paper. Baselines do what their paper
-says they do (benchmarks/papers/). PAPERS: which of app, puzzle and rlhfuse (all). PLAN=0 leaves our own plans out;
+says they do (research/papers/). PAPERS: which of app, puzzle and rlhfuse (all). PLAN=0 leaves our own plans out;
 STRATEGY: how these are chosen (prior, grid, similar; default: search)."""
 
 from __future__ import annotations

@@ -56,10 +56,10 @@ ROUNDING = 0.0045  # of the paper's two decimals
 ACTIVATION = {"33B/13B": 40 * 5120 / (60 * 6656), "65B/33B": 60 * 6656 / (80 * 8192)}
 
 
-def row_problem(row: int, **more: float) -> ScheduleProblem:
+def row_problem(row: int) -> ScheduleProblem:
     models, actor, critic, micro_batches = PAPER[row][:4]
     forward = FORWARD[models]
-    return fused_problem(actor, critic, micro_batches, *forward, critic_activation=ACTIVATION[models], **more)
+    return fused_problem(actor, critic, micro_batches, *forward, critic_activation=ACTIVATION[models])
 
 
 def serial_time(problem: ScheduleProblem) -> float:
@@ -124,8 +124,8 @@ class Table:
         with ThreadPoolExecutor(self.workers) as pool:
             self.waiting = len(order)
             for future in as_completed([pool.submit(self._row, i, None) for i in order]):
-                index, *result = future.result()
-                found[index] = (result[0], result[1])
+                index, schedule, seconds = future.result()
+                found[index] = (schedule, seconds)
             above = [i for i in order if found[i][0].peak > serial_memory(problems[i]) * (1 + ROUNDING)]
             yield from ((i, *found[i]) for i in order if i not in above)
             # Those that missed the paper's memory first.

@@ -31,7 +31,10 @@ TABLE_1: dict[int, dict[str, tuple[float | None, ...]]] = {
     32: {"7B": (61.95, 69.44), "13B": (28.60, 28.54), "33B": (0.93, 0.95), "65B": (0.20, 0.20)},
 }
 # Table II: DeepSpeed-Chat and separation.
-TABLE_2 = {32: {"33B": (0.93, 4.76), "65B": (0.20, 1.75)}, 128: {"33B": (2.11, 10.07), "65B": (0.55, 6.80)}}
+TABLE_2: dict[int, dict[str, tuple[float | None, ...]]] = {
+    32: {"33B": (0.93, 4.76), "65B": (0.20, 1.75)},
+    128: {"33B": (2.11, 10.07), "65B": (0.55, 6.80)},
+}
 TABLE_3 = (0.69, 0.79)
 STRATEGIES = ("DeepSpeed-Chat", "interleaving 1", "interleaving 2", "separation")
 # What serves generation in APP's separation is an inference engine with tensor parallelism.
