@@ -44,11 +44,11 @@ from asynchronous.run import Job, Ran, run
 from asynchronous.world import length_of
 from bench_interstage import device
 
+from dovetail.fusion.profile import StageProfile
+from dovetail.fusion.stage import StagePrediction, scan
 from dovetail.planner.make_plan import make_plan
 from dovetail.planner.simulate.drawn_iterations import hidden
 from dovetail.planner.simulate.lanes import Parts, play
-from dovetail.planner.simulate.profile import StageProfile
-from dovetail.planner.simulate.stage import StagePrediction, scan
 
 SAMPLES, PROMPT = 16, 20
 # Samples of a prompt, with --streaming.

@@ -44,8 +44,8 @@ from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.samples import Assignment, Delta, NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import Store, in_slices
 from dovetail.coordinator.workers.fleet import Fleet
+from dovetail.fusion.profile import StageProfile
 from dovetail.manifest.types import Generation, SampleLog, Stage
-from dovetail.planner.simulate.profile import StageProfile
 from dovetail.protocol.messages import Register
 
 MAX_TOKENS = 2048

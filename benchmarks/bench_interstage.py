@@ -37,8 +37,8 @@ from interstage.stage import Measured, Rule, alike, decided, emulated, instances
 
 from dovetail.coordinator.samples.fusion.threshold import Decision, ThresholdController
 from dovetail.coordinator.store.samples import NewSample
-from dovetail.planner.simulate.profile import StageProfile
-from dovetail.planner.simulate.stage import StagePrediction, scan
+from dovetail.fusion.profile import StageProfile
+from dovetail.fusion.stage import StagePrediction, scan
 from dovetail.protocol.budgets import RESPONSE_BLOCK
 
 PROMPT, MAX_TOKENS, SAMPLES = 128, 1024, 16

@@ -43,8 +43,8 @@ from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.store.samples import State
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet, Timeouts
+from dovetail.fusion.profile import StageProfile
 from dovetail.manifest.types import Generation
-from dovetail.planner.simulate.profile import StageProfile
 from dovetail.protocol.messages import Register
 
 VERSION = 1

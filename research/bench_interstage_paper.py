@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dovetail.planner.simulate.profile import StageProfile
-from dovetail.planner.simulate.stage import scan
-from dovetail.planner.workload import Lengths
+from dovetail.fusion.lengths import Lengths
+from dovetail.fusion.profile import StageProfile
+from dovetail.fusion.stage import scan
 
 # The paper's cluster, one set of constants for all rows: 256 H100-80GB-SXM (data sheet), 8 a node and an instance.
 GPUS, TP = 256, 8

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from bench_table3 import clock_of, zero_bubble_limit
 
+from dovetail.manifest.model_shape import ModelShape
 from dovetail.pipelines import (
     ProblemError,
     ScheduleProblem,
@@ -23,7 +24,6 @@ from dovetail.pipelines import (
     serial_memory,
     steps,
 )
-from dovetail.planner.shape import ModelShape
 
 TOKENS, FLOPS, BANDWIDTH, DELAY = 4096, 4e14, 5e10, 2e-5
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}

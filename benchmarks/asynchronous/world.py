@@ -19,7 +19,7 @@ import aiohttp
 import numpy as np
 from interstage.emulated import Connection, Instance, Request, most_files
 
-from dovetail.planner.simulate.profile import StageProfile
+from dovetail.fusion.profile import StageProfile
 from dovetail.protocol.messages import (
     Accumulate,
     Bucket,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.planner.simulate.profile import StageProfile
+from dovetail.fusion.profile import StageProfile
 from dovetail.protocol.budgets import RESPONSE_BLOCK
 from dovetail.protocol.sampling import SEED
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack

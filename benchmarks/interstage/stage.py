@@ -24,9 +24,9 @@ from dovetail.coordinator.samples.scoring import Inference, Scorer, Scores
 from dovetail.coordinator.store.samples import NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet, Timeouts
+from dovetail.fusion.profile import StageProfile
+from dovetail.fusion.stage import StagePrediction
 from dovetail.manifest.types import Generation, RLHFJobSpec
-from dovetail.planner.simulate.profile import StageProfile
-from dovetail.planner.simulate.stage import StagePrediction
 from dovetail.protocol.messages import Register, Span
 from interstage.emulated import serve
 

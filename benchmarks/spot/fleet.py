@@ -16,7 +16,7 @@ from typing import Any
 
 from interstage.emulated import STREAM, Connection, Instance, framed, most_files
 
-from dovetail.planner.simulate.profile import StageProfile
+from dovetail.fusion.profile import StageProfile
 from dovetail.protocol.sampling import SEED
 
 WORDS = 50_000

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
+from dovetail.fusion.lengths import Lengths
 from dovetail.planner.candidate import Candidate, Placement, Share
 from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
-from dovetail.planner.workload import Lengths, Workload
+from dovetail.planner.workload import Workload
 from papers.common import Figure, Measured, Section, best, llama, tensor_parallel
 from papers.deepspeed import SYSTEM as DEEPSPEED
 from papers.deepspeed import Config

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from dovetail.fusion.lengths import Lengths
+from dovetail.manifest.model_shape import Head, ModelShape
 from dovetail.planner.candidate import TRAINING, Candidate, Share, Task
 from dovetail.planner.costs.generation import GenerationTimes, Servers, deal, expected_longest, quantiles
 from dovetail.planner.costs.gpu import OPTIMIZER_BYTES, Estimate, GPUCosts
@@ -14,9 +16,7 @@ from dovetail.planner.costs.gpu_memory import GPUMemoryModel, Loads, TaskMemory
 from dovetail.planner.costs.memory import FRAGMENTS, ITEMSIZE, Training, trained_parameters
 from dovetail.planner.costs.passes import LINK
 from dovetail.planner.inventory import Inventory
-from dovetail.planner.shape import ModelShape
-from dovetail.planner.workload import Lengths, Workload
-from dovetail.protocol.messages import Head
+from dovetail.planner.workload import Workload
 
 
 @dataclass(frozen=True)

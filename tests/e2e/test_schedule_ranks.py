@@ -42,9 +42,8 @@ from dovetail.pipelines import (
 )
 from dovetail.pipelines.families import ALONE, CHUNKED, interleaved_family
 from dovetail.pipelines.instance import Shape
-from dovetail.planner.placement.layouts import divisions, same_batches
 from dovetail.protocol.messages import StageTimes
-from dovetail.protocol.plan import Layout
+from dovetail.protocol.plan import Layout, divisions, same_batches
 from helpers import nightly
 
 WORKER = Path(__file__).with_name("schedule_worker.py")

@@ -24,6 +24,7 @@ import yaml
 from pydantic import ValidationError
 
 from dovetail.coordinator.samples.fusion.threshold import ThresholdController
+from dovetail.fusion.profile import StageProfile
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.resolve import resolve
@@ -33,7 +34,6 @@ from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placement.placed import Chosen, Infeasible
 from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.placement.recommend import recommend
-from dovetail.planner.simulate.profile import StageProfile
 from dovetail.protocol.files.machine_profile import (
     Cost,
     GenerationCosts,

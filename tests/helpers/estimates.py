@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dovetail.fusion.lengths import Ints
 from dovetail.planner.candidate import Candidate
 from dovetail.planner.costs.gpu import Estimate, GPUCosts
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.simulate.iteration import Simulated
 from dovetail.planner.simulate.iteration import simulate as played
-from dovetail.planner.workload import Ints, Workload
+from dovetail.planner.workload import Workload
 
 
 def estimate(candidate: Candidate, work: Workload, inventory: Inventory) -> Estimate:

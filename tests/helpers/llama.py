@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.planner.shape import ModelShape
+from dovetail.manifest.model_shape import ModelShape
 from helpers.papers import common
 
 _SMALL = ModelShape("llama", 16, 2048, 5504, 16, 16, 128, 32000)

@@ -17,8 +17,8 @@ from gpu_memory.cases import LLAMA3_8B, SMALL, UNLIKE, Case
 from gpu_memory.measured import scenario
 from gpu_memory.predicted import predicted
 
+from dovetail.manifest.model_shape import ModelShape
 from dovetail.planner.costs.memory import logit_bytes
-from dovetail.planner.shape import ModelShape
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from dovetail.manifest.model_families import MODEL_FAMILIES, ModelFamily
+from dovetail.manifest.model_shape import Head
 from dovetail.models.model_stage import SCORE_BIAS, VALUE_HEAD_FILE
 from dovetail.protocol.files.durable import read_object, sync
-from dovetail.protocol.messages import Head
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.model_shape import Head
 from dovetail.models.config import ModelError, is_tied, without_dropout
 from dovetail.models.layers.expert_routing import replays
 from dovetail.models.layers.packing import Packing, Past
 from dovetail.models.layers.predictions import Predicted, Predictions, Vocabulary, predict
-from dovetail.protocol.messages import Head
 from dovetail.protocol.plan import stages_at
 
 VALUE_HEAD = "score"

@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Literal
 
-from dovetail.planner.hashing import hashed_once
+from dovetail.manifest.hashing import hashed_once
 
 # The tasks of dovetail.protocol.plan.Task, without those of supervised stages. `critic` is the critic's inference.
 Task = Literal["generation", "reference", "reward", "critic", "actor_training", "critic_training"]

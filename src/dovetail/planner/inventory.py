@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dovetail.manifest.hashing import hashed_once
 from dovetail.planner.hardware.gpus import GPU, UnknownProduct, gpu
-from dovetail.planner.hashing import hashed_once
 from dovetail.planner.nodes import GPU_RESOURCE, PRODUCT_LABEL, count
 
 # The default of an inventory: each GPU has one 100 Gbit/s port (APP section VI-A has 100 GB/s for eight).

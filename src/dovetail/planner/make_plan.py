@@ -18,7 +18,6 @@ from dovetail.planner.hardware.gpus import GPU
 from dovetail.planner.lag import chosen, excluded, with_lags
 from dovetail.planner.placement import data_parallel, on_cpus, on_gpus
 from dovetail.planner.placement.activations import activation_bytes, beyond_limit, check_limit
-from dovetail.planner.placement.layouts import divisions
 from dovetail.planner.placement.manifest import pin_errors, product_errors, product_warnings
 from dovetail.planner.placement.placed import Infeasible, Placed
 from dovetail.planner.placement.planned_job import ConfigError, PlannedJob
@@ -28,7 +27,7 @@ from dovetail.planner.placement.stages_a_rank import chunks_alone, fitting, most
 from dovetail.planner.simulate.drawn_iterations import drawn_hidden
 from dovetail.planner.streamed_parts import streamed, with_streaming
 from dovetail.protocol.files.machine_profile import Profile
-from dovetail.protocol.plan import Batching, Plan, Rollout, Task, TaskPlacement, TrainerRank
+from dovetail.protocol.plan import Batching, Plan, Rollout, Task, TaskPlacement, TrainerRank, divisions
 from dovetail.protocol.prediction import Prediction
 from dovetail.protocol.process.process_names import rollout_name, trainer_name
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dovetail.manifest.model_shape import Head
 from dovetail.manifest.types import ScratchModel, Stage
 from dovetail.protocol.plan import Layout
 
@@ -18,10 +19,6 @@ Kind = Literal["F", "B", "I", "W"]
 
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-# A model computes at each position logits of the vocabulary, one value, or both.
-Head = Literal["lm", "value", "lm+value"]
 
 
 class Span(Message):

@@ -3,7 +3,9 @@ defined only here: see `coordinates`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
+from itertools import groupby
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -277,3 +279,42 @@ class Plan(Model):
     def gathered_by_layer(self, stage: Stage) -> list[str]:
         """The models that train under ZeRO-3 in the stage."""
         return [row.model for row in self.batching if row.stage is stage and row.zero3]
+
+
+def divisions(layouts: Mapping[str, Parallelism], micro_batches: int) -> list[dict[str, Layout]]:
+    """The divisions of the trainer ranks. The first ranks are for the actor alone, the others for the critic.
+
+    A model keeps its data-parallel size if it can, and has fewer pipeline stages instead. Then its micro-batches, and
+    with them its gradients, are the same bits as on all ranks. Only the divisions that change the fewest data-parallel
+    sizes are returned.
+
+    `layouts`: the layouts on all ranks. `micro_batches`: those of a mini-batch, which data-parallel ranks share evenly.
+    A model never has more pipeline stages than in `layouts`. The list is empty if the ranks cannot be divided."""
+    world, tp = world_size(layouts["actor"]), layouts["actor"].tp
+    found: list[tuple[int, dict[str, Layout]]] = []
+    for ranks in range(tp, world, tp):
+        actor = _part(layouts["actor"], ranks // tp, micro_batches)
+        critic = _part(layouts["critic"], (world - ranks) // tp, micro_batches)
+        if actor is None or critic is None:
+            continue
+        changed = (actor.dp != layouts["actor"].dp) + (critic.dp != layouts["critic"].dp)
+        found.append((changed, {"actor": actor, "critic": critic.model_copy(update={"first": ranks})}))
+    if not found:
+        return []
+    found.sort(key=lambda each: each[0])
+    _, best = next(groupby(found, key=lambda each: each[0]))
+    return [each for _, each in best]
+
+
+def same_batches(layouts: Mapping[str, Parallelism], division: Mapping[str, Layout]) -> bool:
+    """Whether every data-parallel rank has the same micro-batches as in `layouts`."""
+    return all(division[name].dp == layouts[name].dp for name in ("actor", "critic"))
+
+
+def _part(whole: Parallelism, ranks: int, micro_batches: int) -> Layout | None:
+    """The layout of a model on `ranks` tensor-parallel groups of its own. It keeps the dp of `whole` if it can;
+    otherwise it has as few stages as possible."""
+    stages = range(1, min(whole.pp, ranks) + 1)
+    found = [(pp, ranks // pp) for pp in stages if ranks % pp == 0 and micro_batches % (ranks // pp) == 0]
+    best = min(found, key=lambda each: each[1] != whole.dp, default=None)
+    return None if best is None else Layout(pp=best[0], dp=best[1], tp=whole.tp)

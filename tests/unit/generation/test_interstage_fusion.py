@@ -20,8 +20,8 @@ from dovetail.coordinator.samples.migrations import Migration
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Instance, InstanceHealth
+from dovetail.fusion.stage import scan
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.simulate.stage import scan
 from helpers.generation_job import FAST, Job, play, until
 from helpers.jobs import MANIFEST
 

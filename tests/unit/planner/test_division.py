@@ -20,10 +20,9 @@ from dovetail.coordinator.schedules.training_schedule import Times, choose_dedic
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.make_plan import PlanError, make_plan
-from dovetail.planner.placement.layouts import divisions, same_batches
 from dovetail.protocol.files.machine_profile import LinkTimes, ModelTimes, PassTimes, Profile
 from dovetail.protocol.messages import CommandResult, StageTimes
-from dovetail.protocol.plan import Layout, Plan, coordinates, holds, rank_at
+from dovetail.protocol.plan import Layout, Plan, coordinates, divisions, holds, rank_at, same_batches
 from dovetail.trainer.engine.executor import check_actions
 
 

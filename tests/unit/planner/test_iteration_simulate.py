@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail.fusion.lengths import Lengths
+from dovetail.manifest.model_shape import ModelShape
 from dovetail.planner.candidate import Candidate, Placement, Schedule, Share
 from dovetail.planner.costs.gpu import PHASES
 from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
-from dovetail.planner.shape import ModelShape
 from dovetail.planner.simulate.iteration import Simulated
-from dovetail.planner.workload import Lengths, Workload
+from dovetail.planner.workload import Workload
 from helpers.estimates import estimate, simulate
 
 MODEL = ModelShape("llama", 24, 2048, 5504, 16, 16, 128, 32000)

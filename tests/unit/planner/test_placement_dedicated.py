@@ -12,7 +12,9 @@ from test_placement_job import A10, A100, MEDIUM, SEPARATE, SMALL, group, spec
 from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.coordinator.schedules.stored_schedule import applies
+from dovetail.fusion.lengths import Lengths
 from dovetail.manifest.checks.rules import check
+from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
@@ -22,8 +24,7 @@ from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placement.recommend import fragment, recommend
-from dovetail.planner.shape import ModelShape
-from dovetail.planner.workload import Lengths, Workload
+from dovetail.planner.workload import Workload
 from dovetail.protocol.plan import Plan
 from helpers.estimates import estimate
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import yaml
 
+from dovetail.fusion.lengths import Ints, Lengths
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.placement.on_gpus import place
 from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.simulate import training
 from dovetail.planner.simulate.iteration import simulate
-from dovetail.planner.workload import Ints, Lengths
 from helpers.example_jobs import EXAMPLES, hub_configs, recommended
 
 ITERATIONS = 6

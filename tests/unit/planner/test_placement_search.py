@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
+from dovetail.fusion.lengths import Lengths
 from dovetail.manifest.types import Parallelism
 from dovetail.planner.candidate import TRAINING, Placement
 from dovetail.planner.costs.gpu import GPUCosts
@@ -14,7 +15,7 @@ from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.search import Effort, Search
-from dovetail.planner.workload import Lengths, Workload
+from dovetail.planner.workload import Workload
 from helpers.llama import llama
 from helpers.papers import free_placements, strategies
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import Dtype, Parallelism
 from dovetail.planner.costs.memory import Training, problem, remedies, with_stages, worst
-from dovetail.planner.shape import ModelShape
 
 GIB = 2**30
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000)

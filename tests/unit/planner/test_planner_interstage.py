@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from dovetail.coordinator.samples.fusion.measurements import Measurements, rising
 from dovetail.coordinator.samples.fusion.threshold import ThresholdController
-from dovetail.planner.simulate.decode import Decode
-from dovetail.planner.simulate.migration import plan_migration
-from dovetail.planner.simulate.profile import ProfileError, StageProfile
-from dovetail.planner.simulate.stage import StagePrediction, _parts, scan
+from dovetail.fusion.decode import Decode
+from dovetail.fusion.migration import plan_migration
+from dovetail.fusion.profile import ProfileError, StageProfile
+from dovetail.fusion.stage import StagePrediction, _parts, scan
 
 # One second a step whatever the batch, prompts for free.
 PLAIN = StageProfile(((1, 1.0), (8, 1.0)), 0.0, 0.5, max_samples=8, saturation=4, chunk_tokens=1)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dovetail.coordinator.samples.fusion.threshold import ThresholdController
-from dovetail.planner.simulate.profile import ProfileError, StageProfile
-from dovetail.planner.simulate.stage import scan
-from dovetail.planner.workload import Lengths
+from dovetail.fusion.lengths import Lengths
+from dovetail.fusion.profile import ProfileError, StageProfile
+from dovetail.fusion.stage import scan
 
 
 def gpu(**changes: Any) -> StageProfile:

@@ -12,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail.fusion.lengths import Lengths
+from dovetail.manifest.model_shape import ModelShape, ShapeError
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.models import PipelineStage, load_config
 from dovetail.planner.candidate import Share
@@ -24,8 +26,7 @@ from dovetail.planner.costs.memory import (
 )
 from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
-from dovetail.planner.shape import ModelShape, ShapeError
-from dovetail.planner.workload import Lengths, Workload
+from dovetail.planner.workload import Workload
 from dovetail.protocol.budgets import OFFLOAD_NUMBERS
 from dovetail.protocol.messages import ModelRef
 from dovetail.trainer.engine import lora

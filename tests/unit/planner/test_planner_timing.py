@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail.fusion.lengths import Lengths
+from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import Dtype
 from dovetail.planner.candidate import Share
 from dovetail.planner.costs.gpu import GPUCosts
@@ -17,8 +19,7 @@ from dovetail.planner.costs.passes import (
 )
 from dovetail.planner.hardware.gpus import gpu, products
 from dovetail.planner.inventory import Inventory, Pool
-from dovetail.planner.shape import ModelShape
-from dovetail.planner.workload import Lengths, Workload
+from dovetail.planner.workload import Workload
 
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000)
 LLAMA_13B = ModelShape("llama", 40, 5120, 13824, 40, 40, 128, 32000)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from test_recompute_plan import A100, on_cpus
 
 from dovetail.coordinator.schedules.training_schedule import shared_layouts
+from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import Dtype, Parallelism, RLHFJobSpec, Stage
 from dovetail.planner.candidate import Share, side_by_side
 from dovetail.planner.costs.memory import Training, communication_bytes, training_memory
 from dovetail.planner.make_plan import PlanError, make_plan
-from dovetail.planner.shape import ModelShape
 from dovetail.protocol.plan import Plan
 
 GIB = 2**30

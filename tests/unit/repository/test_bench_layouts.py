@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail.fusion.lengths import Lengths
 from dovetail.planner.candidate import Share
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
-from dovetail.planner.workload import Lengths, Workload
+from dovetail.planner.workload import Workload
 from dovetail.protocol.weights import RankGrid, Tensor, route
 from helpers.llama import llama
 from helpers.papers import layouts as pairs

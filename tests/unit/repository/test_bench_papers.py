@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.fusion.lengths import Lengths
 from dovetail.planner.candidate import Candidate, Placement, Share
 from dovetail.planner.costs.gpu import GPUCosts
-from dovetail.planner.workload import Lengths, Workload
+from dovetail.planner.workload import Workload
 
 RESEARCH = Path(__file__).parents[3] / "research"
 sys.path.insert(0, str(RESEARCH))

@@ -24,10 +24,10 @@ from dovetail.coordinator.data.sources import load
 from dovetail.coordinator.rewards.calls import Call
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import DataFormat, DataSource, RewardModel, Stage
 from dovetail.models import build_stage
 from dovetail.models.export import exported_config
-from dovetail.planner.shape import ModelShape
 from dovetail.protocol.experience import Experience, advantages_of
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.process.env import ProcessEnv

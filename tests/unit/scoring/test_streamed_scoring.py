@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dovetail.coordinator.samples.scoring import Finished, Inference, Scorer, Scores
 from dovetail.coordinator.samples.streams import LOOK_TOKENS, Growing, Streams
 from dovetail.coordinator.store.samples import Key
-from dovetail.planner.chunks import STREAMED_PER_SCORER
+from dovetail.fusion.profile import STREAMED_PER_SCORER
 from dovetail.protocol.budgets import RESPONSE_BLOCK
 from dovetail.protocol.messages import Span
 from dovetail.protocol.wire import pack, unpack

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import Dtype, LoRA, Parallelism, ScratchModel, Stage
 from dovetail.models import Outputs, PipelineStage, build_stage
 from dovetail.models.model_stage import Head
 from dovetail.models.recompute import recompute, recomputes
 from dovetail.planner.costs.memory import Training, training_memory
-from dovetail.planner.shape import ModelShape
 from dovetail.protocol.messages import ModelRef
 from dovetail.trainer.engine import lora
 from dovetail.trainer.engine.action_measures import SavedBytes

@@ -47,11 +47,10 @@ from dovetail.pipelines import (
     find,
     serial_memory,
 )
-from dovetail.planner.placement.layouts import divisions, same_batches
 from dovetail.protocol.files.durable import write_json
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.messages import CommandResult
-from dovetail.protocol.plan import Layout, Plan
+from dovetail.protocol.plan import Layout, Plan, divisions, same_batches
 from dovetail.protocol.process.process_names import trainer_name
 
 # Between iterations a schedule is replaced only if the new one is faster by this fraction. The ranks are divided

@@ -363,7 +363,7 @@ def choose_dedicated(
 ) -> tuple[Schedule, dict[str, Layout]]:
     """The schedule of the fastest of `divisions` that fits, and that division. Raises ProblemError if none fits.
 
-    `divisions` are as `dovetail.planner.placement.layouts.divisions` makes them. `micro_batches` is the number of
+    `divisions` are as `dovetail.protocol.plan.divisions` makes them. `micro_batches` is the number of
     micro-batches of a mini-batch on all ranks together. `whole` is that of `training_problem`."""
     found, reasons = [], ["there are too few ranks for either to have some alone"]
     for layouts in divisions:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from dovetail.planner.chunks import chunk_target
+from dovetail.fusion.profile import chunk_target
 from dovetail.planner.costs.steps import StepTimes, together
 from dovetail.protocol.files.machine_profile import Machine
 

@@ -18,12 +18,11 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from dovetail.fusion.lengths import Lengths
 from dovetail.planner.candidate import Candidate, Share, Task
-from dovetail.planner.workload import Lengths, Workload
+from dovetail.planner.workload import Workload
 
 Floats = npt.NDArray[np.float64]
-# A decode step that takes more than this times the step of one sample is not "almost constant" (RLHFuse section 4.2).
-SATURATED = 1.1
 # With more samples than this, fewer quantiles are computed, and each stands for several samples.
 EXACT = 512
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from dovetail.manifest.hashing import known_share
+from dovetail.manifest.model_shape import Head, ModelShape
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task
 from dovetail.planner.costs.generation import GenerationTimes, Servers, expected_longest, exposed_inference, generate
@@ -27,11 +29,8 @@ from dovetail.planner.costs.passes import (
     straggling,
 )
 from dovetail.planner.costs.steps import StepTimes, together
-from dovetail.planner.hashing import known_share
 from dovetail.planner.inventory import Inventory
-from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Workload
-from dovetail.protocol.messages import Head
 
 PHASES = ("generation", "inference", "training", "transfer", "swap")
 # For each parameter a step reads its float32 master, two moments and gradient, and writes all but the gradient.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from dovetail.manifest.hashing import known_share
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task, cells
 from dovetail.planner.costs.memory import (
     BATCHED_TOKENS,
@@ -27,7 +28,6 @@ from dovetail.planner.costs.memory import (
     training_memory,
     two_blocks,
 )
-from dovetail.planner.hashing import known_share
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Workload
 from dovetail.protocol.budgets import SCORER_TOKENS, SHARED_WEIGHT_BYTES

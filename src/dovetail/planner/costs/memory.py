@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from dovetail.manifest.model_shape import Head, ModelShape
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.planner.candidate import Share, Task
-from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Workload
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES, OFFLOAD_NUMBERS
-from dovetail.protocol.messages import Head
 from dovetail.protocol.plan import stage_path, stages_at
 from dovetail.protocol.weights import layer_range
 

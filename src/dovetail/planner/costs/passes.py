@@ -10,15 +10,15 @@ from functools import lru_cache
 
 import numpy as np
 
+from dovetail.fusion.profile import SATURATED
+from dovetail.manifest.model_shape import Head, ModelShape
 from dovetail.planner.candidate import Share
-from dovetail.planner.costs.generation import SATURATED, Floats, Servers, expected_longest, quantiles
+from dovetail.planner.costs.generation import Floats, Servers, expected_longest, quantiles
 from dovetail.planner.costs.memory import ITEMSIZE
 from dovetail.planner.hardware.gpus import GPU
 from dovetail.planner.inventory import Pool
-from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Workload
 from dovetail.protocol.budgets import SCORER_TOKENS
-from dovetail.protocol.messages import Head
 
 # The number of samples that vLLM prefills together.
 PREFILLED = 16

@@ -11,8 +11,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from dovetail.manifest.hashing import hashed_once
 from dovetail.manifest.types import Dtype
-from dovetail.planner.hashing import hashed_once
 from dovetail.planner.nodes import GPU_RESOURCE
 
 GIB = 2**30

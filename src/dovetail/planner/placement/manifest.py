@@ -113,7 +113,7 @@ def groups_limits(job: PlannedJob) -> Limits:
 def with_parts(job: PlannedJob, limits: Limits) -> Limits:
     """Adds layouts on a part of the trainer ranks to `limits`, if actor and critic may have ranks of their own. These
     are all layouts that share PPO's mini-batch evenly, or the divisions of pinned layouts
-    (`dovetail.planner.placement.layouts.divisions`)."""
+    (`dovetail.protocol.plan.divisions`)."""
     if True not in limits.dedicated or "critic_training" not in limits.layouts:
         return limits
     spec, pins = job.spec, pinned_shares(job.spec)

@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from dovetail.fusion.lengths import Lengths
 from dovetail.manifest.checks.batching import longest_sample, micro_batch_tokens
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_world
@@ -27,7 +28,6 @@ from dovetail.planner.placement.placed import Placed, worth
 from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.simulate.lanes import Lanes, Parts
-from dovetail.planner.workload import Lengths
 from dovetail.protocol.files.machine_profile import Machine
 from dovetail.protocol.prediction import MEASURED_NAMES, Alternative, PredictedTask, Prediction
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from dovetail.fusion.lengths import Lengths
 from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.model_shape import Head, ModelShape, ShapeError
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.starting_models import owner
 from dovetail.manifest.types import Dtype, Group, ModelSource, Parallelism, RLHFJobSpec, Role, Stage
@@ -19,10 +21,8 @@ from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.costs.memory import GIB, Training, training_job
 from dovetail.planner.hardware.gpus import GPU, gpu
 from dovetail.planner.inventory import NETWORK_GBPS, Inventory, Pool
-from dovetail.planner.shape import ModelShape, ShapeError
-from dovetail.planner.workload import Lengths, Workload
+from dovetail.planner.workload import Workload
 from dovetail.protocol.files.machine_profile import Profile
-from dovetail.protocol.messages import Head
 
 
 class ConfigError(ValueError):

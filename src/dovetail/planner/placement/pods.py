@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from dovetail.manifest.checks.pod_templates import memory_limit
+from dovetail.manifest.model_shape import Head, ModelShape
 from dovetail.manifest.sizes import pod_count, relays_weights
 from dovetail.manifest.types import Dtype, Group, Role, Stage
 from dovetail.planner.costs.memory import (
@@ -21,9 +22,7 @@ from dovetail.planner.placement.placed import Placed
 from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.placement.stages_a_rank import SEVERAL
-from dovetail.planner.shape import ModelShape
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS, SCORER_CPU_TOKENS, SCORER_LOGIT_BYTES, SCORER_TOKENS
-from dovetail.protocol.messages import Head
 from dovetail.protocol.prediction import PodMemory
 
 # The memory of Python and its libraries: in a trainer rank or a scorer, and in the two processes of a vLLM server.

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from dovetail.fusion.lengths import Ints
 from dovetail.planner.candidate import Candidate
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.simulate.lanes import Lanes, Parts
 from dovetail.planner.simulate.rollout import Rolled, play_rollout
-from dovetail.planner.workload import Ints
 
 # The number of iterations that are drawn.
 DRAWS = 4

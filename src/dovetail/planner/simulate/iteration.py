@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dovetail.fusion.lengths import Ints
 from dovetail.planner.candidate import Candidate
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.simulate.rollout import play_rollout
 from dovetail.planner.simulate.training import Bar, play_training
-from dovetail.planner.workload import Ints
 
 
 @dataclass(frozen=True)

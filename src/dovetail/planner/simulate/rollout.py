@@ -7,17 +7,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dovetail.fusion.decode import Decode
+from dovetail.fusion.lengths import Ints
+from dovetail.fusion.migration import plan_migration
+from dovetail.fusion.profile import StageProfile
+from dovetail.manifest.model_shape import Head, ModelShape
 from dovetail.planner.candidate import INFERENCE, Candidate, Share
 from dovetail.planner.costs.generation import Servers
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.costs.passes import pass_seconds, shared_prompt
-from dovetail.planner.shape import ModelShape
-from dovetail.planner.simulate.decode import Decode
-from dovetail.planner.simulate.migration import plan_migration
-from dovetail.planner.simulate.profile import StageProfile
 from dovetail.planner.simulate.training import Bar
-from dovetail.planner.workload import Ints
-from dovetail.protocol.messages import Head
 
 
 @dataclass(frozen=True)

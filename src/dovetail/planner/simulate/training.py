@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dovetail.fusion.lengths import Ints, Lengths
 from dovetail.pipelines import (
     ModelPipelines,
     Schedule,
@@ -26,7 +27,6 @@ from dovetail.planner.candidate import Candidate, Share
 from dovetail.planner.costs.generation import Floats
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.costs.steps import StepTimes
-from dovetail.planner.workload import Ints, Lengths
 
 FAMILY = {"Serial": "serial", "TimeSharing": "stitched", "Fused": "fused", "VShaped": "fused-v"}
 UNSPLIT = FAMILY | {"VShaped": "fused-v-whole"}

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dovetail.manifest.base import Model, PositiveInt
-from dovetail.protocol.messages import Head
+from dovetail.manifest.model_shape import Head
 
 Seconds = Annotated[float, Field(ge=0.0)]
 

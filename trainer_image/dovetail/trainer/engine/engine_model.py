@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dovetail.gpus.kernels import can_compile
+from dovetail.manifest.model_shape import Head
 from dovetail.manifest.types import Optimizer, TrainedModel
 from dovetail.models import ModelError, PipelineStage, load_config
 from dovetail.models.build import fill, open_source
 from dovetail.models.compiled import compile_layers
 from dovetail.models.recompute import recompute
 from dovetail.models.tensor_parallel import NOTHING, TensorSplit, split_stage
-from dovetail.protocol.messages import Head, ModelRef
+from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.plan import loops
 from dovetail.trainer import compat
 from dovetail.trainer.communication.groups import ModelGroups, peer_errors

@@ -13,8 +13,8 @@ from dovetail.manifest.checks.model_contents import PICKLES, BrokenWeights, fold
 from dovetail.manifest.fixed_names import MODEL_NAMES
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import problem
+from dovetail.manifest.model_shape import ModelShape, ShapeError
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, ScratchModel
-from dovetail.planner.shape import ModelShape, ShapeError
 
 
 def resolve(source: ModelSource, name: str, base_dir: Path, hub: Hub, trust_remote_code: bool = False) -> Path:

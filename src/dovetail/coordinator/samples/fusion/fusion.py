@@ -17,9 +17,9 @@ from dovetail.coordinator.samples.migrations import Migration
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Instance
+from dovetail.fusion.migration import plan_migration
+from dovetail.fusion.profile import StageProfile
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.simulate.migration import plan_migration
-from dovetail.planner.simulate.profile import StageProfile
 from dovetail.protocol.messages import Span
 from dovetail.protocol.process.process_names import rollout_of
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.planner.simulate.profile import StageProfile
+from dovetail.fusion.profile import StageProfile
 
 # The weight of a new measurement in the mean of its kind.
 SMOOTHING = 0.3

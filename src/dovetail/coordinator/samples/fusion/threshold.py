@@ -7,7 +7,7 @@ good as the best.
     plan = plan_migration(unfinished, profiles_by_name, kv_per_sample)
     controller.observe(response_lengths)                        # after the iteration
 
-`decision.prediction` is the prediction of `dovetail.planner.simulate.stage.scan`. Times are seconds and lengths are
+`decision.prediction` is the prediction of `dovetail.fusion.stage.scan`. Times are seconds and lengths are
 tokens. Everything is deterministic."""
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dovetail.planner.simulate.profile import ProfileError, StageProfile
-from dovetail.planner.simulate.stage import StagePrediction, ratio, scan
-from dovetail.planner.workload import Ints, Lengths
+from dovetail.fusion.lengths import Ints, Lengths
+from dovetail.fusion.profile import ProfileError, StageProfile
+from dovetail.fusion.stage import StagePrediction, ratio, scan
 
 # The thresholds that are tried, as fractions of the batch (RLHFuse section 4.2).
 SCANNED = tuple(k / 100 for k in range(5, 100, 5))

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import LoRA, Parallelism
 from dovetail.planner.candidate import Placement, Schedule, Task
-from dovetail.planner.shape import ModelShape
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 MIGRATIONS = (None, 0.1, 0.2, 0.3)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from dovetail.manifest.hashing import known_share
+from dovetail.manifest.model_shape import ModelShape
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts, Option
-from dovetail.planner.hashing import known_share
 from dovetail.planner.inventory import Pool
 from dovetail.planner.placement.search.limits import MICRO_BATCHES, MOST_STAGES, Limits, every_layout, tensor_degrees
-from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Workload
 
 INFERENCE_MICRO_BATCH = 8

@@ -7,10 +7,9 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dovetail.planner.chunks import STREAMED_PER_SCORER, chunk_target
-from dovetail.planner.simulate.decode import Decode
-from dovetail.planner.simulate.migration import MigrationPlan, plan_migration
-from dovetail.planner.simulate.profile import ProfileError, StageProfile
+from dovetail.fusion.decode import Decode
+from dovetail.fusion.migration import MigrationPlan, plan_migration
+from dovetail.fusion.profile import STREAMED_PER_SCORER, ProfileError, StageProfile, chunk_target
 
 
 def ratio(serial: float, fused: float) -> float:

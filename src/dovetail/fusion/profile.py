@@ -1,5 +1,5 @@
-"""Describes one rollout instance: the seconds of decode steps, prefills, inference and swaps, and how many samples fit
-on it."""
+"""Describes one rollout instance: the seconds of decode steps, prefills, inference and swaps, how many samples fit on
+it, and how many are scored together."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from typing import Self
 
 import numpy as np
 
-from dovetail.planner.chunks import MIN_CHUNK_TOKENS
-from dovetail.planner.costs.generation import SATURATED
+# A decode step that takes more than this times the step of one sample is not "almost constant" (RLHFuse section 4.2).
+SATURATED = 1.1
+MAX_CHUNK_TOKENS = 16_384
+# Smaller chunks cost as much: the fixed costs (a request, reading the weights of three models) prevail.
+MIN_CHUNK_TOKENS = 512
+CHUNKS_PER_SCORER = 3
+# The number of unfinished samples for each scorer that are scored while they are generated. With more, a prompt would
+# be computed again for each of its samples, long before the last one ends.
+STREAMED_PER_SCORER = 2
 
 # The fields that must be at least 1. The others are seconds.
 _COUNTS = ("max_samples", "kv_tokens", "saturation", "chunk_tokens", "block_tokens")
@@ -120,3 +127,13 @@ class StageProfile:
     def chunk_seconds(self, lengths: Sequence[int]) -> float:
         """The seconds to score samples together. `lengths`: the tokens of each sample's prompt and response."""
         return self.inference_seconds_per_chunk + sum(lengths) * self.inference_seconds_per_token
+
+
+def chunk_target(waiting: int, scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS) -> int:
+    """The most tokens of the next chunk of one of `scorers` scorers, padded to its longest sample. A chunk always has
+    at least one sample.
+
+    It is about a third of a scorer's share of the `waiting` tokens, but at least `least` tokens and at most `most`. The
+    last chunks are small, so all scorers end at about the same time. Where the shortest samples come first, each
+    further sample makes all rows longer."""
+    return min(most, max(least, waiting // max(1, scorers * CHUNKS_PER_SCORER)))

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
+from dovetail.manifest.hashing import hashed_once
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import problem
-from dovetail.planner.hashing import hashed_once
-from dovetail.protocol.messages import Head
+
+# A model computes at each position logits of the vocabulary, one value, or both.
+Head = Literal["lm", "value", "lm+value"]
 
 
 class ShapeError(ValueError):

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dovetail.planner.simulate.profile import StageProfile
+from dovetail.fusion.profile import StageProfile
 
 S = TypeVar("S", bound=Hashable)
 I = TypeVar("I", bound=Hashable)  # noqa: E741 - an instance's name

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from copy import copy
 
-from dovetail.planner.simulate.profile import StageProfile
+from dovetail.fusion.profile import StageProfile
 
 ARRIVAL = -1
 ROUNDING = 1e-9
