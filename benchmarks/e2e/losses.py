@@ -27,6 +27,7 @@ from dovetail.protocol.wire import pack
 from dovetail.trainer.algorithms.advantages import compute_advantages, whiten
 from dovetail.trainer.command_runner import CommandRunner
 from dovetail.trainer.communication.groups import Groups
+from dovetail.trainer.rank.coordinator_client import RankProcess
 from e2e.ours import manifest
 from e2e.settings import Folder, Settings
 
@@ -116,7 +117,7 @@ def train(
         port = probe.getsockname()[1]
     layout = dict.fromkeys(("actor", "critic", "reward"), Parallelism())
     groups = Groups.form("127.0.0.1", port, 0, 1, layout, 60.0)
-    runner = CommandRunner(spec, groups, source, "trainer-0", {}, lambda *_, **__: None)  # type: ignore[arg-type]
+    runner = CommandRunner(RankProcess("trainer-0", source, lambda *_, **__: None), spec, groups, {})  # type: ignore[arg-type]
     try:
         _metrics(runner, Load(id="load", stage=Stage.PPO, models=models, total_steps=steps))
         found = []

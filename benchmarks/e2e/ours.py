@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,7 @@ def run(job: RLHFJob, run_dir: Path) -> list[dict[str, float]]:
     """Run a job; its rows as in `read_rows`. Raises RuntimeError if it fails."""
     told: list[str] = []
     meter = CpuMeter(run_dir / "history.jsonl")
-    with Launcher(job, make_plan(job.spec), run_dir, tell=told.append, environ=os.environ) as launcher:
+    with Launcher(job, make_plan(job.spec), run_dir, tell=told.append) as launcher:
         outcome = launcher.run(meter)
     if not outcome.succeeded:
         raise RuntimeError(f"our job failed: {outcome.reason}\n" + "\n".join(told[-20:]))

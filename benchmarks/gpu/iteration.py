@@ -15,6 +15,7 @@ from dovetail.protocol.weights.buckets import GPU_BUCKET_BYTES, TensorSpec, buck
 from dovetail.protocol.wire import Arrays, pack
 from dovetail.trainer.command_runner import CommandRunner
 from dovetail.trainer.communication.groups import Groups
+from dovetail.trainer.rank.coordinator_client import RankProcess
 from gpu import device, models
 from gpu.report import Report
 from gpu.scale import Scale
@@ -105,7 +106,9 @@ def _runner(scale: Scale, layers: int, groups: Groups, data: bytes, count: int) 
         "generation": {"maxTokens": 2 * scale.tokens},
     }
     client: Any = _Batches(data)
-    made = CommandRunner(RLHFJobSpec.model_validate(spec), groups, client, "trainer-0", {}, lambda *_, **__: None)
+    made = CommandRunner(
+        RankProcess("trainer-0", client, lambda *_, **__: None), RLHFJobSpec.model_validate(spec), groups, {}
+    )
     refs = {name: models.reference(scale, layers, models.HEADS[name]) for name in MODELS}
     with models.random_weights():
         result = made.execute(Load(id="load", stage=Stage.PPO, models=refs, total_steps=1000))

@@ -22,7 +22,8 @@ from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.kube import coordinator_http, names
 from dovetail.manifest.types import Stage
 from dovetail.protocol.process.process_names import COORDINATOR
-from dovetail.statusapi.__main__ import ApiSettings, Http, serve
+from dovetail.statusapi.__main__ import Http, serve
+from dovetail.statusapi.api_settings import ApiSettings
 from dovetail.statusapi.app import create_app
 from helpers.fake_kube import FakeKube, ServerThread
 

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 from dovetail.coordinator.store.samples import Sample
 from dovetail.coordinator.store.store import Store
-from dovetail.launch.local.launcher import Launcher
+from dovetail.launch.local.launcher import Launcher, earlier_run
 from dovetail.launch.supervisor import Outcome
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.make_plan import make_plan
@@ -253,7 +253,9 @@ def run_job(
         if not own_imports:
             stack.enter_context(forked_jobs())
         before = {p.pid for p in psutil.Process().children(recursive=True)}
-        launcher = stack.enter_context(Launcher(job, make_plan(job.spec), run_dir, resume=resume, tell=told.append))
+        launcher = stack.enter_context(
+            Launcher(job, make_plan(job.spec), run_dir, earlier_run(resume, False), tell=told.append)
+        )
         if isinstance(injector, _Watcher):
             stack.callback(injector.close)
         outcome = launcher.run(lambda: injector(launcher) if injector is not None else None)

@@ -8,7 +8,7 @@ from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol.messages import Action, Command, CommandResult, Step
 from dovetail.trainer.command_runner import CommandRunner
 from dovetail.trainer.communication.groups import Groups
-from dovetail.trainer.rank.coordinator_client import Refused
+from dovetail.trainer.rank.coordinator_client import RankProcess, Refused
 from helpers.free_ports import free_port
 from helpers.trainer_ranks import layouts
 
@@ -35,12 +35,14 @@ class LocalTrainer:
         self.failed: dict[str, str] = {}
         self.groups = Groups.form("127.0.0.1", free_port("127.0.0.1"), 0, 1, layouts(), 240.0)
         self.runner = CommandRunner(
+            RankProcess(
+                "trainer-0",
+                self.client,  # type: ignore[arg-type]
+                lambda event, **fields: self.events.append((event, fields)),
+            ),
             job.spec,
             self.groups,
-            self.client,  # type: ignore[arg-type]
-            "trainer-0",
             self.failed,
-            lambda event, **fields: self.events.append((event, fields)),
         )
 
     def __enter__(self) -> LocalTrainer:

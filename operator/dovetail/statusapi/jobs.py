@@ -14,6 +14,7 @@ from dovetail.kube.owners import pod_of
 from dovetail.statusapi import view
 from dovetail.statusapi.answer_room import AnswerRoom, AnswerShare, TooMany
 from dovetail.statusapi.answers import IterationList, Job, JobDetail, JobList, KubeEvent, PodLog, PodLogList
+from dovetail.statusapi.api_settings import ApiSettings
 from dovetail.statusapi.auth import Access, Auth, Forbidden, Unauthenticated, User
 from dovetail.statusapi.coordinator_reader import CoordinatorReader
 from dovetail.statusapi.kube import Kube, Object, core_path, get, jobs_path, page
@@ -47,16 +48,14 @@ class Service:
         kube: Kube,
         auth: Auth,
         coordinators: CoordinatorReader,
+        settings: ApiSettings,
         *,
-        namespaces: tuple[str, ...],
-        poll_seconds: float,
-        streams: int,
         room: AnswerRoom,
         clock: Callable[[], float],
     ) -> None:
         self._kube, self._auth, self._coordinators = kube, auth, coordinators
-        self._namespaces, self._poll, self._most_streams, self._clock = namespaces, poll_seconds, streams, clock
-        self._room = room
+        self._namespaces, self._poll, self._most_streams = settings.namespaces, settings.poll_seconds, settings.streams
+        self._room, self._clock = room, clock
         self._open: Counter[str] = Counter()  # streams by user
 
     async def ready(self) -> None:

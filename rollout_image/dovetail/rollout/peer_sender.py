@@ -10,6 +10,7 @@ import threading
 from contextlib import ExitStack
 from typing import Any
 
+from dovetail.models.links.rendezvous import Rendezvous
 from dovetail.models.transfer import SLOWEST, Channel, Deadline, Handle, TransferError, listen, message_bytes
 from dovetail.protocol.messages import Offer, SendOn
 from dovetail.rollout.received_copy import Copied, ReceivedCopy
@@ -73,7 +74,7 @@ class PeerSender:
         channels: dict[tuple[str, int, int], Channel] = {}
         try:
             for segment, store in zip(offer.segments, stores, strict=True):
-                channel = Channel("gloo", store, 0, world, self._host, deadline)
+                channel = Channel("gloo", Rendezvous(store, 0, world), self._host, deadline)
                 channels[segment.model, segment.index, segment.part] = channel
             for channel in channels.values():
                 channel.wait_ready(deadline)

@@ -7,6 +7,7 @@ from itertools import zip_longest
 
 import torch
 
+from dovetail.models.links.rendezvous import Rendezvous
 from dovetail.models.transfer import (
     Channel,
     Deadline,
@@ -79,14 +80,9 @@ class WeightReceiver:
         try:
             for segment in receive.offer.segments:
                 store = call(segment.host, segment.port, deadline)
+                meeting = Rendezvous(store, receive.rank_offset + self._rank, receive.world_size)
                 self._channels[_key(segment)] = Channel(
-                    receive.offer.backend,
-                    store,
-                    receive.rank_offset + self._rank,
-                    receive.world_size,
-                    segment.host,
-                    deadline,
-                    device=self._device,
+                    receive.offer.backend, meeting, segment.host, deadline, self._device
                 )
         except BaseException:
             self.close()

@@ -18,7 +18,7 @@ from dovetail.coordinator.reporting.report.run_summary import read_summary, show
 from dovetail.coordinator.reporting.sample_files import files
 from dovetail.coordinator.reporting.sample_texts import facts_of, texts_of
 from dovetail.coordinator.reporting.trackers.tracker_processes import missing as missing_trackers
-from dovetail.launch.local.launcher import Launcher
+from dovetail.launch.local.launcher import Launcher, earlier_run
 from dovetail.launch.local.progress_bars import Display, make_display
 from dovetail.launch.local.status_poll import StatusPoller
 from dovetail.manifest.types import RLHFJob
@@ -120,8 +120,10 @@ def run_job(
     `profile`: the times for the first training schedule. Raises RunError (exit code 1) if the run fails, and UsageError
     (exit code 2) if it cannot start."""
     display: Display = make_display(job.spec, console)
-    launcher = Launcher(job, plan, run_dir, resume=resume, overwrite=overwrite, profile=profile, tell=display.tell)
+    launcher = Launcher(job, plan, run_dir, earlier_run(resume, overwrite), tell=display.tell)
     with launcher:
+        if profile is not None:
+            launcher.take_profile(profile)
         follower = Follower(launcher.run_dir / "events.jsonl")
 
         def on_step() -> None:

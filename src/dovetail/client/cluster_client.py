@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path, PurePosixPath
+from time import monotonic, sleep
 from types import TracebackType
 from typing import Any
 
@@ -118,11 +118,8 @@ class Cluster:
         kubernetes: str | None = None,
         kubernetes_token: str | None = None,
         verify: bool | str = True,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.namespace = namespace
-        self._clock, self._sleep = clock, sleep
         self._api = _Service(
             "the status API", "api", api, f"/api/v1/namespaces/{namespace}/rlhfjobs", api_token, verify
         )
@@ -194,7 +191,7 @@ class Cluster:
         """Wait until a job has ended, and return it. Its state is then Completed, Failed or Suspended. `on_change` is
         called with each new state. It is no error if the API does not know a new job for a moment, or does not answer
         for a while. Raises TimeoutError after `seconds`."""
-        end, last = None if seconds is None else self._clock() + seconds, None
+        end, last = None if seconds is None else monotonic() + seconds, None
         while True:
             try:
                 found = self.job(name)
@@ -209,10 +206,10 @@ class Cluster:
                 last = found
                 if found.ended:
                     return found
-            if end is not None and self._clock() >= end:
+            if end is not None and monotonic() >= end:
                 said = "is unknown" if last is None else f"is {last.state}"
                 raise TimeoutError(f"job {name} {said} after {seconds:g} s")
-            self._sleep(every)
+            sleep(every)
 
     def metrics(self, name: str, stage: str | None = None) -> list[MetricsRow]:
         """The rows of a job's history. `stage`: sft, reward, ppo or evaluation. None: all stages."""

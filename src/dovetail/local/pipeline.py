@@ -44,7 +44,7 @@ try:
     from dovetail.coordinator.loop.failure import sentence
     from dovetail.coordinator.rewards.live import RewardCallable
     from dovetail.launch.local.aftermath import with_cause, write_results
-    from dovetail.launch.local.launcher import Launcher
+    from dovetail.launch.local.launcher import Launcher, earlier_run
     from dovetail.launch.local.rundir import lag_of_run, zero3_of_run
     from dovetail.launch.local.status_poll import StatusPoller
     from dovetail.protocol.eventlog import EventLog
@@ -89,9 +89,7 @@ class Pipeline:
         self.job = job = job.model_copy(update={"spec": with_lag(job.spec, self.plan.lag)})
         self._reward_function = reward_function
         self._advantage_function = advantage_function
-        self._launcher = Launcher(
-            job, self.plan, self.run_dir, resume=resume, overwrite=overwrite, exclude={COORDINATOR}
-        )
+        self._launcher = Launcher(job, self.plan, self.run_dir, earlier_run(resume, overwrite), exclude={COORDINATOR})
         self._loop = asyncio.new_event_loop()
         self._engines: Engines | None = None
         self._failure: str | None = None

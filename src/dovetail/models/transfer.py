@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -55,30 +55,25 @@ class Channel:
     def __init__(
         self,
         backend: Backend,
-        store: dist.Store,
-        rank: int,
-        world: int,
+        meeting: Rendezvous,
         host: str,
         deadline: Deadline,
-        cancelled: Callable[[], bool] = lambda: False,
         device: torch.device | None = None,
     ):
-        """Meets the other ranks in `store`. Raises TransferError, which names the ranks that did not come.
-
-        `cancelled` is asked while this rank waits. Once it is true, this rank and all ranks that wait give up.
-        `device`: the device of the messages. The backend nccl needs it."""
-        self.rank, self.world = rank, world
-        self._meeting: Rendezvous | None = Rendezvous(store, cancelled)
+        """Meets the other ranks. Raises TransferError, which names the ranks that did not come. `device`: the device of
+        the messages. The backend nccl needs it."""
+        self.rank, self.world = meeting.rank, meeting.world
+        self._meeting: Rendezvous | None = meeting
         self._version = 0
         self._links: list[Link] = []
         self._gpu = backend == "nccl"
         try:
             place = _place(device) if self._gpu else Place()
-            self._meet(self._meeting, place, deadline)
+            self._meet(meeting, place, deadline)
             if not self._gpu:
-                self._links.append(GlooLink(store, rank, world, host, deadline))
+                self._links.append(GlooLink(meeting.store, self.rank, self.world, host, deadline))
             elif device is not None:
-                self._connect(self._meeting, host, device, deadline)
+                self._connect(meeting, host, device, deadline)
         except BaseException:
             self.close()
             raise

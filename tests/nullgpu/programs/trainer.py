@@ -34,6 +34,7 @@ from dovetail.trainer.engine.executor import MicroBatch
 from dovetail.trainer.engine.optim import OptimizerStep
 from dovetail.trainer.packed_batches import Sequences
 from dovetail.trainer.profile.links import measure_transfers
+from dovetail.trainer.rank.coordinator_client import RankProcess
 from dovetail.trainer.rank.heartbeat import HeartbeatThread
 from dovetail.trainer.weights.kept_weights import KeptWeights
 from helpers.trainer_ranks import job, load_command, ppo_batch
@@ -261,7 +262,7 @@ def loses_a_peer(place: Place, told: bool, pp: int = 1, dp: int = 1) -> Any:
     groups = engine.groups
     events: list[str] = []
     beats: Any = Coordinator()
-    heartbeat = HeartbeatThread(beats, "trainer-0", 0, "a", lambda event, **_: events.append(event))
+    heartbeat = HeartbeatThread(RankProcess("trainer-0", beats, lambda event, **_: events.append(event)), 0, "a")
     if not place.rank:
         groups.timeout = timedelta(seconds=2)
         heartbeat.enter(1, DEADLINE, groups)
@@ -306,7 +307,9 @@ def iterations(place: Place, pp: int = 1, dp: int = 1) -> list[dict[str, int]]:
     spec = job(plan={"sharding": "Always"}, trainer={"compile": "Never"}).spec
     client: Any = SimpleNamespace(batch=lambda _: ppo_batch(1))
     choose_algorithms(spec.trainer.deterministic)
-    runner = CommandRunner(spec, groups, client, "trainer", {}, lambda event, **fields: print(event, fields))
+    runner = CommandRunner(
+        RankProcess("trainer", client, lambda event, **fields: print(event, fields)), spec, groups, {}
+    )
     per_step = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
     actions = serial_1f1b(layouts, dict.fromkeys(layouts, per_step // dp), list(layouts))
     found = []
@@ -329,7 +332,9 @@ def versions(place: Place) -> dict[str, Any]:
     groups = Groups.form("127.0.0.1", place.port, 0, 1, layouts, DEADLINE)
     spec = job(trainer={"compile": "Never"}).spec
     client: Any = SimpleNamespace(batch=lambda _: ppo_batch(1))
-    runner = CommandRunner(spec, groups, client, "trainer", {}, lambda event, **fields: print(event, fields))
+    runner = CommandRunner(
+        RankProcess("trainer", client, lambda event, **fields: print(event, fields)), spec, groups, {}
+    )
     assert runner.execute(load_command(Stage.PPO).model_copy(update={"keep_versions": 2})).ok
     per_step = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
     actions = serial_1f1b(layouts, dict.fromkeys(layouts, per_step), list(layouts))
@@ -370,7 +375,9 @@ def gpu_fails(place: Place, during: str) -> dict[str, Any]:
     groups = Groups.form("127.0.0.1", place.port, 0, 1, layouts, DEADLINE)
     spec = job(trainer={"compile": "Never"}).spec
     client: Any = SimpleNamespace(batch=lambda _: ppo_batch(1))
-    runner = CommandRunner(spec, groups, client, "trainer", {}, lambda event, **fields: print(event, fields))
+    runner = CommandRunner(
+        RankProcess("trainer", client, lambda event, **fields: print(event, fields)), spec, groups, {}
+    )
     actions = serial_1f1b(layouts, dict.fromkeys(layouts, 4), list(layouts))
 
     def fail() -> None:

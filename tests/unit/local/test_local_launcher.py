@@ -576,8 +576,9 @@ def test_the_stopwatch_goes_on_in_the_next_run(tmp_path):
     assert Stopwatch(tmp_path / "elapsed.json", lambda: now[0]).seconds == 0.0
 
 
-def test_processes_read_files_as_utf_8_in_any_locale(tmp_path):
-    launcher = Launcher(a_job(CPU), CPU_PLAN, tmp_path / "run", environ={"PATH": "/bin", "PYTHONUTF8": "0"})
+def test_processes_read_files_as_utf_8_in_any_locale(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONUTF8", "0")
+    launcher = Launcher(a_job(CPU), CPU_PLAN, tmp_path / "run")
     with launcher:
         assert launcher.specs
         assert {spec.env["PYTHONUTF8"] for spec in launcher.specs} == {"1"}

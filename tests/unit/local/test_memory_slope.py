@@ -137,7 +137,6 @@ def test_a_launcher_holds_no_more_however_long_it_runs(tmp_path: Path, monkeypat
         a_job(CPU, failurePolicy={"maxRestarts": 1000}),
         CPU_PLAN,
         tmp_path / "run",
-        environ={},
         tell=lambda _: void(next(restarts)),
     )
     with run, open(os.devnull, "w") as nowhere:

@@ -17,7 +17,7 @@ from dovetail.operator.cluster.tokens import KEY_SECRET
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.objects import SUPPORTING
-from dovetail.statusapi.__main__ import ApiSettings
+from dovetail.statusapi.api_settings import ApiSettings
 from dovetail.statusapi.app import ApiMetrics
 from helpers.chart_tools import CHART, binaries, kubernetes_schemas, run, template, tool
 

@@ -32,11 +32,12 @@ def api(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def cluster(api):
+def cluster(api, monkeypatch):
     slept: list[float] = []
+    monkeypatch.setattr("dovetail.client.cluster_client.sleep", slept.append)
     url = f"http://127.0.0.1:{api.port}"
     options = {"kubernetes": api.kube.url, "kubernetes_token": "the-api-itself"}
-    with Cluster("lab", api=url, api_token="ada-token", sleep=slept.append, **options) as made:
+    with Cluster("lab", api=url, api_token="ada-token", **options) as made:
         made.slept = slept  # type: ignore[attr-defined]
         yield made
 

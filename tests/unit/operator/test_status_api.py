@@ -18,8 +18,8 @@ from dovetail.protocol.messages import Span
 from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.statusapi import app as status_app
 from dovetail.statusapi import coordinator_reader as coordinators
-from dovetail.statusapi.__main__ import ApiSettings
 from dovetail.statusapi.answer_room import AnswerRoom, TooMany
+from dovetail.statusapi.api_settings import ApiSettings
 from dovetail.statusapi.coordinator_pods import CoordinatorPods
 from helpers.fake_jobs_api import ALL, JOBS, PODS, Api, child, condition, coordinator_pod, job, of_job, wait
 

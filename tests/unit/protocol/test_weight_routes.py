@@ -37,7 +37,7 @@ def test_each_receiver_gets_a_link_that_takes_it(receivers: list[Place], ways: l
 def test_ranks_of_an_earlier_release_understand_places_and_are_understood() -> None:
     """They read and write two values. A trainer of that release raised TypeError at a third one."""
     store = dist.HashStore()
-    meeting = Rendezvous(store)
+    meeting = Rendezvous(store, 0, 2)
     for rank, place in enumerate((Place(), Place("GPU-1", 22907, "node/0"))):
         tell_place(meeting, rank, place)
         assert json.loads(store.get(f"joined/{rank}")) == [place.gpu, place.nccl]

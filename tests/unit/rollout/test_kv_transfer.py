@@ -109,7 +109,7 @@ def held() -> HeldBlocks:
 
 @pytest.fixture
 def server(held: HeldBlocks) -> Iterator[HeldServer]:
-    made = HeldServer("127.0.0.1", 0, held, TOKEN, LAYOUT, seconds=30.0, wait=0.0)
+    made = HeldServer(("127.0.0.1", 0), held, TOKEN, LAYOUT, seconds=30.0, wait=0.0)
     yield made
     made.close()
 
@@ -216,7 +216,7 @@ def test_a_stalled_source_costs_no_more_than_the_deadline(stall: str) -> None:
 def test_an_interrupted_reader_may_come_again() -> None:
     big = Held(7, 20, tuple(torch.zeros((5, 4_000_000), dtype=torch.uint8) for _ in range(2)))
     held = HeldBlocks(10**9, 30.0, lambda: 7)
-    other = HeldServer("127.0.0.1", 0, held, TOKEN, LAYOUT, seconds=30.0, wait=0.0)
+    other = HeldServer(("127.0.0.1", 0), held, TOKEN, LAYOUT, seconds=30.0, wait=0.0)
     try:
         held.put("a", big)
         with socket.create_connection(("127.0.0.1", other.port), timeout=30) as client:
@@ -237,7 +237,7 @@ def test_a_reserved_port_is_ours_and_nobody_elses(held: HeldBlocks) -> None:
     port = reserved.getsockname()[1]
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", port))
-    server = HeldServer("127.0.0.1", port, held, TOKEN, LAYOUT, seconds=30.0, wait=0.0)
+    server = HeldServer(("127.0.0.1", port), held, TOKEN, LAYOUT, seconds=30.0, wait=0.0)
     try:
         held.put("a", entry())
         assert len(fetch(server)) == 2

@@ -473,7 +473,7 @@ def test_a_sender_that_is_gone_or_frozen_is_noticed_though_its_store_never_answe
         def check(self, keys: list[str]) -> bool:
             return frozen.wait(240)
 
-    meeting = rendezvous.Rendezvous(Store())  # type: ignore[arg-type]
+    meeting = rendezvous.Rendezvous(Store(), 0, 2)  # type: ignore[arg-type]
     for _ in range(2):
         with pytest.raises(TransferError, match=r"did not answer within 0.5 s"):
             meeting.wait(["joined/0"], Deadline(240.0), lambda: "late", "while its ranks were still meeting")

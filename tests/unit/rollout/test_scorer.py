@@ -194,7 +194,8 @@ def test_a_reward_model_from_elsewhere_is_read_where_transformers_reads_it(tmp_p
     for own in (False, True):
         if own:
             (tmp_path / "dovetail.json").write_text("{}")
-        scorer = scoring.ModelScorer(room=10**6)
+        scorer = scoring.ModelScorer()
+        scorer.room = 10**6
         scorer.load({"reward": ModelRef(head="value", path=str(tmp_path))})
         model.config.pad_token_id = None if own else end
         with torch.no_grad():

@@ -34,7 +34,8 @@ def refs(family: str) -> dict[str, ModelRef]:
 
 def scorer(family: str = "llama", room: int = 10**6, **how: Any) -> scoring.ModelScorer:
     """With weights that make a difference."""
-    made = scoring.ModelScorer(room=room, **how)
+    made = scoring.ModelScorer(**how)
+    made.room = room
     made.load(refs(family))
     for seed, name in enumerate(scoring.MODELS):
         generator = torch.Generator().manual_seed(seed)

@@ -28,7 +28,8 @@ MODELS = {
 
 
 def scorer() -> scoring.ModelScorer:
-    made = scoring.ModelScorer(room=ROOM)
+    made = scoring.ModelScorer()
+    made.room = ROOM
     made.load(MODELS)
     for name in ("reward", "critic"):
         dict(made.require(name).named_parameters())["score.weight"].data.fill_(0.1)

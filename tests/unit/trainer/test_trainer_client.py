@@ -18,7 +18,13 @@ from dovetail.protocol.process.exit_codes import SUPERSEDED
 from dovetail.protocol.process.pulse import PULSE, Progress
 from dovetail.trainer.rank import coordinator_client as client_module
 from dovetail.trainer.rank import heartbeat
-from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Refused, StaleGeneration
+from dovetail.trainer.rank.coordinator_client import (
+    CoordinatorClient,
+    CoordinatorUnreachable,
+    RankProcess,
+    Refused,
+    StaleGeneration,
+)
 from dovetail.trainer.rank.heartbeat import HeartbeatThread
 from dovetail.trainer.rank.life import _Asking
 from dovetail.trainer.weights.kept_weights import KeptWeights
@@ -235,11 +241,9 @@ class Beats:
 def make_heartbeat() -> tuple[HeartbeatThread, Beats, Clock, list[int]]:
     beats, clock, exits = Beats(), Clock(), []
     thread = HeartbeatThread(
-        beats,  # type: ignore[arg-type]
-        "trainer-0",
+        RankProcess("trainer-0", beats, lambda event, **fields: None),  # type: ignore[arg-type]
         0,
         "a",
-        lambda event, **fields: None,
         clock,
         exits.append,
     )

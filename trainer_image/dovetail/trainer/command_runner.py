@@ -41,7 +41,7 @@ from dovetail.trainer.engine.checkpoint import CheckpointDamaged
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.functions import load_advantages
 from dovetail.trainer.profile.links import measure_transfers
-from dovetail.trainer.rank.coordinator_client import CoordinatorClient, Refused
+from dovetail.trainer.rank.coordinator_client import RankProcess, Refused
 from dovetail.trainer.steps import dpo_step as dpo
 from dovetail.trainer.steps import ppo_step as ppo
 from dovetail.trainer.steps import reward_step as reward
@@ -65,20 +65,18 @@ class CommandRunner:
 
     def __init__(
         self,
+        process: RankProcess,
         spec: RLHFJobSpec,
         groups: Groups,
-        client: CoordinatorClient,
-        process: str,
         failed: dict[str, str],
-        log: Callable[..., None],
         cancelled: Callable[[str], bool] = lambda _: False,
         kept: KeptWeights | None = None,
     ) -> None:
         """`kept` gets the weight versions that `load` wants to be kept."""
         self.kept = kept or KeptWeights()
-        self._groups, self._client, self._failed, self._log = groups, client, failed, log
+        self._groups, self._client, self._failed, self._log = groups, process.client, failed, process.log
         self._spec = spec
-        self.timeline = SpanRecorder(process)
+        self.timeline = SpanRecorder(process.name)
         self.engine = Engine(spec, groups, self.timeline.record)
         self._context = Context(
             spec, groups, self.engine, self._fetch, self.timeline, load_loss(spec.ppo), load_advantages(spec.ppo)

@@ -22,7 +22,12 @@ from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.allocator import use_expandable_segments
 from dovetail.protocol.process.debugger import wait_for_debugger
 from dovetail.protocol.process.env import ProcessEnv
-from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Refused
+from dovetail.trainer.rank.coordinator_client import (
+    CoordinatorClient,
+    CoordinatorUnreachable,
+    RankProcess,
+    Refused,
+)
 
 PATIENCE_SECONDS = 600.0
 
@@ -87,7 +92,7 @@ def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patien
     metrics = TrainerMetrics()
     if env.metrics_port:
         metrics.serve(env.metrics_port, env.host)
-    heartbeat = HeartbeatThread(client, env.name, env.rank, incarnation, log)
+    heartbeat = HeartbeatThread(RankProcess(env.name, client, log), env.rank, incarnation)
     heartbeat.start()
     log("rank.started", rank=env.rank, world_size=env.world_size, threads=torch.get_num_threads(), pid=os.getpid())
     try:

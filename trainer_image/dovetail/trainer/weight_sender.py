@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from dovetail.models.links.rendezvous import Rendezvous
 from dovetail.models.transfer import (
     SLOWEST,
     Backend,
@@ -255,16 +256,8 @@ class WeightSender:
                 if line.channel is None:
                     world = 1 + sum(r.world for r in receivers)
                     try:
-                        line.channel = Channel(
-                            self._backend,
-                            line.store,
-                            0,
-                            world,
-                            self._host,
-                            deadline,
-                            lambda: self._cancelled(),
-                            self._groups.device,
-                        )
+                        meeting = Rendezvous(line.store, 0, world, lambda: self._cancelled())
+                        line.channel = Channel(self._backend, meeting, self._host, deadline, self._groups.device)
                     except TransferError as error:
                         late = error.ranks or absent_ranks(line.store, world)
                         raise TransferError(f"{error}{_names(receivers, late)}") from error

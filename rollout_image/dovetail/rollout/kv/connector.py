@@ -270,7 +270,7 @@ class WorkerHalf:
             float(self._extra["wait_seconds"]),
         )
         try:
-            self._server = HeldServer(host, port, self._held, self._token, self._layout, self._pull_seconds, wait)
+            self._server = HeldServer((host, port), self._held, self._token, self._layout, self._pull_seconds, wait)
         except OSError as error:
             logger.warning("the KV cache cannot be served on port %d: %s", port, error)
 

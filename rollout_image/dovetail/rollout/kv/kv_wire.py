@@ -31,11 +31,13 @@ class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, held: HeldBlocks, token: str, layout: str, seconds: float, wait: float):
+    def __init__(
+        self, address: tuple[str, int], held: HeldBlocks, token: str, layout: str, seconds: float, wait: float
+    ):
         self.held, self.layout, self.seconds, self.wait_seconds = held, layout, seconds, wait
         self.expected = f"Bearer {token}".encode()
-        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        super().__init__((host, port), _Handler, bind_and_activate=False)
+        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        super().__init__(address, _Handler, bind_and_activate=False)
         # The port is reserved by the API server's process (`dovetail.rollout.kv.kv_config.reserve_ports`).
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
@@ -99,9 +101,9 @@ class HeldServer:
     taken."""
 
     def __init__(
-        self, host: str, port: int, held: HeldBlocks, token: str, layout: str, seconds: float, wait: float
+        self, address: tuple[str, int], held: HeldBlocks, token: str, layout: str, seconds: float, wait: float
     ) -> None:
-        self._server = _Server(host, port, held, token, layout, seconds, wait)
+        self._server = _Server(address, held, token, layout, seconds, wait)
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, name="dovetail-kv", daemon=True)
         self._thread.start()

@@ -52,8 +52,7 @@ class ModelScorer:
 
     `devices`: devices of one type. A model is on the first one, or is split by layers over as many of them as `split`
     says, or over all if `split` is None. With `copies`, one for each device, the weights are in host memory. They are
-    on the devices from `bring`, or from their first use, until `leave`. `room` is the number of tokens of unfinished
-    samples that keep their keys and values between requests."""
+    on the devices from `bring`, or from their first use, until `leave`."""
 
     def __init__(
         self,
@@ -63,7 +62,6 @@ class ModelScorer:
         progress: Callable[[str, int], None] = lambda model, tokens: None,
         copies: Sequence[Copies] | None = None,
         split: Mapping[str, int] | None = None,
-        room: int = 0,
     ) -> None:
         several = [devices] if isinstance(devices, str | torch.device) else devices
         self.devices = tuple(torch.device(device) for device in several)
@@ -75,7 +73,7 @@ class ModelScorer:
         self._broken: str | None = None
         self.critic_version: int | None = None
         self.host = None if copies is None else HostModels(copies)
-        self._prefixes = Prefixes(room)
+        self._prefixes = Prefixes(0)
 
     @property
     def device(self) -> torch.device:
@@ -208,6 +206,10 @@ class ModelScorer:
     def room(self) -> int:
         """The number of tokens of unfinished samples that are kept."""
         return self._prefixes.room
+
+    @room.setter
+    def room(self, tokens: int) -> None:
+        self._prefixes.room = tokens
 
     def _asked(
         self, want: Iterable[str], samples: SamplesToScore, temperature: float

@@ -236,8 +236,8 @@ def main(argv: list[str] | None = None) -> int:
             lambda m, n: metrics.tokens.labels(m).inc(n),
             copies,
             split,
-            settings.room,
         )
+        scorer.room = settings.room
         service = ScorerService(scorer, log, metrics, temperature=settings.temperature)
         asyncio.run(serve(env, service, log))
     except (ValueError, OSError, GPUFailed) as error:

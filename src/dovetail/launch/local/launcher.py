@@ -41,6 +41,7 @@ WRITE_SECONDS = 5.0  # between two writes of the run's time
 SPAWN = "DOVETAIL_SPAWN"
 GRACE_SECONDS = 5.0
 SpawnKind = Literal["exec", "fork"]
+Earlier = Literal["refuse", "resume", "overwrite"]
 
 
 def spawn_kind(environ: Mapping[str, str], devices: Collection[str]) -> SpawnKind:
@@ -58,34 +59,28 @@ class Launcher:
         with Launcher(job, plan, Path("runs/quickstart")) as launcher:
             outcome = launcher.run()
 
-    `exclude`: processes that are not started, because the caller does their work. (The Python API is its own
-    coordinator and passes {"coordinator"}.) Entering raises RunError, and UsageError for a directory that is in use."""
+    `earlier`: what happens to an earlier run in the directory. `exclude`: processes that are not started, because the
+    caller does their work. (The Python API is its own coordinator and passes {"coordinator"}.) Entering raises
+    RunError, and UsageError for a directory that is in use."""
 
     def __init__(
         self,
         job: RLHFJob,
         plan: Plan,
         run_dir: Path | str,
+        earlier: Earlier = "refuse",
         *,
-        resume: bool = False,
-        overwrite: bool = False,
-        profile: Profile | None = None,
         exclude: Collection[str] = (),
-        environ: Mapping[str, str] = os.environ,
         tell: Callable[[str], None] = lambda line: None,
-        grace: float = GRACE_SECONDS,
     ) -> None:
         self._job = job
         self._plan = plan
         self._dir = RunDir(Path(run_dir))
-        self._resume = resume
-        self._overwrite = overwrite
-        self._profile = profile
+        self._earlier = earlier
         self._exclude = frozenset(exclude)
         # torch and other libraries read their files in the locale's encoding, and fail if that is not UTF-8.
-        self._environ = {**environ, "PYTHONUTF8": "1"}
+        self._environ = {**os.environ, "PYTHONUTF8": "1"}
         self._tell = tell
-        self._grace = grace
         self._ports = PortReservation(HOST)
         self._interrupts = 0
         self._supervisor: Supervisor | None = None
@@ -127,12 +122,11 @@ class Launcher:
         except DataError as error:
             raise RunError(str(error)) from error
         allow_files(files_needed(self._job.spec, self._plan))
-        self._dir.open(resume=self._resume, overwrite=self._overwrite)
+        resume = self._earlier == "resume"
+        self._dir.open(resume=resume, overwrite=self._earlier == "overwrite")
         try:
-            if told := self._dir.write_job(self._job, self._plan, resume=self._resume):
+            if told := self._dir.write_job(self._job, self._plan, resume=resume):
                 self._tell(told)
-            if self._profile is not None:
-                self._dir.write_profile(self._profile)
             self.token = self._dir.token()
             self._stopwatch = Stopwatch(self.run_dir / "elapsed.json")
             ports = self._ports.reserve(port_names(self._plan))
@@ -147,6 +141,10 @@ class Launcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def take_profile(self, profile: Profile) -> None:
+        """Let the first schedule of training be made with these times. Call it before `start`."""
+        self._dir.write_profile(profile)
 
     def start(self) -> None:
         """Start every process. After that `step` keeps them running."""
@@ -213,7 +211,7 @@ class Launcher:
         """End every process with SIGTERM. After a few seconds, or at one more interrupt, use SIGKILL."""
         if self._supervisor is not None:
             before = self._interrupts
-            self._supervisor.stop(self._grace, impatient=lambda: self._interrupts > before)
+            self._supervisor.stop(GRACE_SECONDS, impatient=lambda: self._interrupts > before)
 
     def close(self) -> None:
         """Stop the processes. Free the directory and the ports."""
@@ -339,3 +337,8 @@ def _read(path: Path) -> float:
         return max(0.0, float(json.loads(path.read_text())["seconds"]))
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
+
+
+def earlier_run(resume: bool, overwrite: bool) -> Earlier:
+    """What the options --resume and --overwrite say of an earlier run."""
+    return "resume" if resume else "overwrite" if overwrite else "refuse"

@@ -20,14 +20,14 @@ ANSWER_SECONDS = 20.0
 
 
 class Rendezvous:
-    """The meeting of the ranks of a channel. `cancelled` is asked while this rank waits. Once it is true, this rank and
-    all others give up.
+    """The meeting of the `world` ranks of a channel, as rank `rank` sees it. `cancelled` is asked while this rank
+    waits. Once it is true, this rank and all others give up.
 
     Every method raises TransferError if the store is gone or does not answer, because then the sender is gone or
     frozen."""
 
-    def __init__(self, store: dist.Store, cancelled: Callable[[], bool] = lambda: False):
-        self.store = store
+    def __init__(self, store: dist.Store, rank: int, world: int, cancelled: Callable[[], bool] = lambda: False):
+        self.store, self.rank, self.world = store, rank, world
         self._cancelled = cancelled
         self._looked = 0.0
         self._mute = False

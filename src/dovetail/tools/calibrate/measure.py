@@ -43,7 +43,7 @@ def run_one(job: RLHFJob, run_dir: Path) -> Plan:
     job = job.model_copy(
         update={"spec": job.spec.model_copy(update={"active_deadline_seconds": int(DEADLINE_SECONDS)})}
     )
-    with Launcher(job, plan, run_dir, overwrite=True, tell=told.append, environ=os.environ) as launcher:
+    with Launcher(job, plan, run_dir, "overwrite", tell=told.append) as launcher:
         outcome = launcher.run()
     if not outcome.succeeded:
         raise RunError("a job that measures this machine failed: " + "\n".join([str(outcome.reason), *told[-5:]]))

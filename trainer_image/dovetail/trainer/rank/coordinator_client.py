@@ -6,6 +6,7 @@ import http.client
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -169,3 +170,14 @@ class CoordinatorClient:
         if response.status >= 500:
             raise _Transient(f"HTTP {response.status}: {text}")
         raise Refused(f"HTTP {response.status} from {path}: {text}")
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """The process of a rank, as others know it: its name, and the address at which they reach it (None: any). `log`
+    writes an event."""
+
+    name: str
+    client: CoordinatorClient
+    log: Callable[..., None]
+    host: str | None = None

@@ -11,7 +11,7 @@ from typing import Protocol
 from dovetail.protocol.messages import Heartbeat
 from dovetail.protocol.process.exit_codes import SUPERSEDED
 from dovetail.protocol.process.pulse import PROGRESS, Pulse
-from dovetail.trainer.rank.coordinator_client import CoordinatorClient
+from dovetail.trainer.rank.coordinator_client import RankProcess
 
 INTERVAL_SECONDS = 2.0
 
@@ -41,16 +41,14 @@ class HeartbeatThread:
 
     def __init__(
         self,
-        client: CoordinatorClient,
-        name: str,
+        process: RankProcess,
         rank: int,
         incarnation: str,
-        log: Callable[..., None],
         clock: Callable[[], float] = time.monotonic,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
-        self._client, self._name, self._rank, self._incarnation = client, name, rank, incarnation
-        self._log, self._clock, self._exit = log, clock, exit_process
+        self._client, self._name, self._rank, self._incarnation = process.client, process.name, rank, incarnation
+        self._log, self._clock, self._exit = process.log, clock, exit_process
         self._lock = threading.Lock()
         self._generation: int | None = None
         self._grace = 0.0

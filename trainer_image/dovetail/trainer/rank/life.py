@@ -24,7 +24,12 @@ from dovetail.protocol.process.pulse import PROGRESS, PULSE
 from dovetail.trainer.command_errors import Superseded
 from dovetail.trainer.command_runner import CommandRunner
 from dovetail.trainer.communication.groups import Groups, PeerLost
-from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, StaleGeneration
+from dovetail.trainer.rank.coordinator_client import (
+    CoordinatorClient,
+    CoordinatorUnreachable,
+    RankProcess,
+    StaleGeneration,
+)
 from dovetail.trainer.rank.heartbeat import HeartbeatThread
 from dovetail.trainer.rank.metrics import TrainerMetrics
 from dovetail.trainer.rank.sending import Exchange, SendingThread
@@ -133,14 +138,13 @@ class Rank:
         if groups.staged:
             self.log("groups.staged", reason="trainer ranks share a GPU, so their messages go through host memory")
         kept = KeptWeights()
-        runner = CommandRunner(
-            self.spec, groups, self.client, self.env.name, self._failed, self.log, self.heartbeat.cancelled, kept
-        )
+        process = RankProcess(self.env.name, self.client, self.log, self.env.host)
+        runner = CommandRunner(process, self.spec, groups, self._failed, self.heartbeat.cancelled, kept)
         sending: SendingThread | None = None
         try:
             with groups.naming_the_lost():
                 if self.spec.ppo.lag and Stage.PPO in self.spec.stages:
-                    sending = self._send_beside(kept, groups, reply.master_host, generation)
+                    sending = self._send_beside(process, kept, groups, reply.master_host, generation)
                 return self._serve(generation, groups, runner)
         finally:
             if sending is not None:
@@ -151,24 +155,16 @@ class Rank:
             del runner
             gc.collect()
 
-    def _send_beside(self, kept: KeptWeights, groups: Groups, host: str, generation: int) -> SendingThread:
+    def _send_beside(
+        self, process: RankProcess, kept: KeptWeights, groups: Groups, host: str, generation: int
+    ) -> SendingThread:
         """Start the thread that sends kept versions while this one trains. Raises PeerLost."""
 
         def over() -> bool:
             return not self.heartbeat.within(generation)
 
         exchange = Exchange.form(groups, host, groups.timeout, over)
-        thread = SendingThread(
-            kept,
-            exchange,
-            self.client,
-            generation,
-            self.env.name,
-            self.env.host,
-            self.log,
-            self.heartbeat.cancelled,
-            over,
-        )
+        thread = SendingThread(process, kept, exchange, generation, self.heartbeat.cancelled, over)
         thread.start()
         return thread
 

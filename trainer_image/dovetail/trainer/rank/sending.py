@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dovetail.models.transfer import TransferError, store_at
 from dovetail.protocol.messages import Command, CommandResult, NextRequest, Publish, Span
 from dovetail.trainer.communication.groups import Groups, PeerLost, peer_errors
-from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Refused, StaleGeneration
+from dovetail.trainer.rank.coordinator_client import CoordinatorUnreachable, RankProcess, Refused, StaleGeneration
 from dovetail.trainer.weight_sender import WeightSender
 from dovetail.trainer.weights.kept_weights import KeptWeights
 
@@ -107,22 +107,22 @@ class SendingThread:
 
     def __init__(
         self,
+        process: RankProcess,
         kept: KeptWeights,
         exchange: Exchange,
-        client: CoordinatorClient,
         generation: int,
-        process: str,
-        host: str | None,
-        log: Callable[..., None],
         cancelled: Callable[[str], bool],
         over: Callable[[], bool],
     ) -> None:
-        self._kept, self._exchange, self._client, self._generation = kept, exchange, client, generation
-        self._process, self._log, self._over = process, log, over
+        self._kept, self._exchange, self._client, self._generation = kept, exchange, process.client, generation
+        self._process, self._log, self._over = process.name, process.log, over
         self._running = ""
         self._stopped = threading.Event()
         self._sender = WeightSender(
-            exchange, client.offer, host=host, cancelled=lambda: self._stopped.is_set() or cancelled(self._running)
+            exchange,
+            process.client.offer,
+            host=process.host,
+            cancelled=lambda: self._stopped.is_set() or cancelled(self._running),
         )
         self._thread = threading.Thread(target=self._run, name="sending", daemon=True)
 
