@@ -56,6 +56,28 @@ def how_it_ended(code: int) -> str:
     return f"exit code {code}"
 
 
+class RestartBudget:
+    """Allows `most` restarts within an hour. `clock` gives monotonic seconds."""
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.most, self._clock = most, clock
+        self._taken: deque[float] = deque()
+
+    @property
+    def taken(self) -> int:
+        """The number of restarts within the last hour."""
+        while self._taken and self._taken[0] <= self._clock() - WINDOW_SECONDS:
+            self._taken.popleft()
+        return len(self._taken)
+
+    def take(self) -> bool:
+        """Count one more restart. False if it is not allowed."""
+        if self.taken >= self.most:
+            return False
+        self._taken.append(self._clock())
+        return True
+
+
 class Supervisor:
     """Runs `processes`, each with its spawner. The job succeeds when the process `coordinator` exits with 0. It fails
     when the coordinator exits with 3, when any process exits with 2, or when all processes together would need more
@@ -75,20 +97,17 @@ class Supervisor:
     ) -> None:
         self._processes = {spec.name: _Process(spec, spawner) for spec, spawner in processes}
         self._spawners: Sequence[Spawner] = list(dict.fromkeys(p.spawner for p in self._processes.values()))
-        self._max_restarts = max_restarts
+        self._budget = RestartBudget(max_restarts, clock)
         self._failure_reason = failure_reason
         self._tell = tell
         self._clock = clock
         self._liveness = liveness
         self._zygotes: dict[Spawner, int | None] = {}
-        self._restarted: deque[float] = deque()
 
     @property
     def restarts(self) -> int:
         """The number of restarts within the last hour."""
-        while self._restarted and self._restarted[0] <= self._clock() - WINDOW_SECONDS:
-            self._restarted.popleft()
-        return len(self._restarted)
+        return self._budget.taken
 
     @property
     def pids(self) -> dict[str, int]:
@@ -151,7 +170,7 @@ class Supervisor:
             select.select(descriptors, [], [], timeout)
 
     def _count(self) -> str:
-        return f"{self.restarts} of {self._max_restarts} restarts within an hour"
+        return f"{self.restarts} of {self._budget.most} restarts within an hour"
 
     def _spawn(self, process: _Process) -> None:
         process.due = None
@@ -203,11 +222,9 @@ class Supervisor:
             return Outcome(False, self._failure_reason() or last or f"the coordinator failed; see {process.spec.log}")
         if event.code == BAD_CONFIGURATION:
             return Outcome(False, f"{name} cannot run ({how}){said} (log: {process.spec.log})")
-        if count:
-            if self.restarts >= self._max_restarts:
-                limit = f"failurePolicy.maxRestarts, {self._max_restarts} within an hour, is reached"
-                return Outcome(False, f"{name} died ({how}) and {limit}{said} (log: {process.spec.log})")
-            self._restarted.append(self._clock())
+        if count and not self._budget.take():
+            limit = f"failurePolicy.maxRestarts, {self._budget.most} within an hour, is reached"
+            return Outcome(False, f"{name} died ({how}) and {limit}{said} (log: {process.spec.log})")
         if self._clock() - process.started_at > HEALTHY_SECONDS:
             process.failures = 0
         delay = min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2 ** min(process.failures, 10))

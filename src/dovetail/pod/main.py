@@ -22,7 +22,6 @@ import signal
 import sys
 import time
 import urllib.parse
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +29,7 @@ from pathlib import Path
 from dovetail.launch.devices import cuda_devices
 from dovetail.launch.liveness import Liveness, LivenessLimits, Pulses
 from dovetail.launch.proctree import descendants, kill_until_gone, snapshot
-from dovetail.launch.supervisor import WINDOW_SECONDS, cpu_threads, how_it_ended
+from dovetail.launch.supervisor import RestartBudget, cpu_threads, how_it_ended
 from dovetail.manifest import fixed_names
 from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.protocol.http import direct
@@ -135,8 +134,7 @@ class Pod:
         steady: float = STEADY_SECONDS,
     ) -> None:
         self._processes = processes
-        self._restarts, self._steady = restarts, steady
-        self._restarted: deque[float] = deque()
+        self._restarts, self._steady = RestartBudget(restarts), steady
         self._environ = dict(environ)
         self._grace = grace
         self._stop = asyncio.Event()
@@ -214,15 +212,9 @@ class Pod:
 
     def _may_restart(self, process: PodProcess, code: int, seconds: float) -> bool:
         """Whether a process that has ended after so many seconds is restarted in this pod. Counts the restart."""
-        now = time.monotonic()
-        while self._restarted and self._restarted[0] <= now - WINDOW_SECONDS:
-            self._restarted.popleft()
         if process.finishes or code == BAD_CONFIGURATION or seconds < self._steady:
             return False
-        if len(self._restarted) >= self._restarts:
-            return False
-        self._restarted.append(now)
-        return True
+        return self._restarts.take()
 
     async def _one(self, process: PodProcess) -> int:
         pulse = str(self._pulses.path(process.name))
