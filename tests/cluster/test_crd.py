@@ -227,7 +227,6 @@ FIXED = [
     ({"groups.1.gpu": {"product": "x"}}, "gpu of a group in spec.groups"),
     ({"groups.1.dtype": "float32"}, "dtype of a group in spec.groups"),
     ({"groups.1.vllmArgs": ["--x"]}, "vllmArgs of a group in spec.groups"),
-    ({"groups.0.replicas": 4}, "replicas of a trainer group in spec.groups"),
     ({"checkpoint.volume": "claim"}, "spec.checkpoint.volume"),
     ({"storage": {"folder": "other"}}, "spec.storage.folder"),
     ({"output": {"path": "/models"}}, "spec.output"),
@@ -236,6 +235,7 @@ FREE = [
     {"suspend": True},
     {"retry": 1},
     {"suspend": True, "groups.1.image": "x", "groups.1.preemptible": True, "groups.0.podTemplate": {"spec": {"x": 1}}},
+    {"suspend": True, "groups.0.replicas": 4},
     {"groups.1.replicas": 5},
     {"groups.1.minReplicas": 1, "groups.1.maxReplicas": 9},
     {"checkpoint.everySteps": 9, "checkpoint.keep": 9},
@@ -254,11 +254,18 @@ def planned(server):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"groups.1.image": "x"}, {"groups.1.podTemplate": {"spec": {"x": 1}}}, {"groups.1.preemptible": True}]
+    "changes",
+    [
+        {"groups.1.image": "x"},
+        {"groups.1.podTemplate": {"spec": {"x": 1}}},
+        {"groups.1.preemptible": True},
+        {"groups.0.replicas": 4},
+    ],
 )
 def test_what_a_job_cannot_change_while_it_may_run(dry_run, planned, changes):
     (name,) = (path.rpartition(".")[2] for path in changes)
-    said = f"{name} of a group in spec.groups cannot change while the job may run; set spec.suspend to true first."
+    whose = "a trainer group" if name == "replicas" else "a group"
+    said = f"{name} of {whose} in spec.groups cannot change while the job may run; set spec.suspend to true first."
     assert said in dry_run.apply(changed(**changes), planned)
 
 

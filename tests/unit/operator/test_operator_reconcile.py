@@ -182,6 +182,26 @@ def test_suspend_deletes_pods_and_resume_starts_them_again():
     assert cluster.condition("Suspended")["status"] == "False"
 
 
+def ranks(cluster):
+    return json.loads(cluster.objects["ConfigMap", "demo-plan"]["data"]["plan.json"])["worldSize"]
+
+
+@pytest.mark.parametrize("in_a_hurry", [False, True])
+def test_a_suspended_job_may_get_other_trainers(in_a_hurry):
+    """It is planned anew, and its pods read the new plan. The coordinator then shares out the checkpoint anew."""
+    cluster = running()
+    train, gen = cluster.document["spec"]["groups"]
+    assert (train["replicas"], ranks(cluster)) == (1, 1)
+    cluster.edit(suspend=True)
+    if not in_a_hurry:
+        cluster.settle()
+    cluster.edit(suspend=False, groups=[train | {"replicas": 2}, gen])
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+    assert [pod["metadata"]["labels"].get(names.GROUP_LABEL) for pod in cluster.pods()].count("train") == 2
+    assert ranks(cluster) == 2
+
+
 def test_a_job_made_suspended_starts_nothing():
     cluster = a_cluster(suspend=True)
     cluster.settle()

@@ -14,6 +14,7 @@ from typing import Any
 from dovetail.kube import names
 from dovetail.kube.owners import controlled_by
 from dovetail.kube.resources import CONFIG_MAP, JOB, JOBSET, POD, VOLUME_CLAIM
+from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.status import GroupStatus, RLHFJobStatus
 from dovetail.manifest.types import RLHFJob, Role
 from dovetail.operator.operator_settings import OperatorSettings
@@ -429,9 +430,12 @@ class _Reconciler:
         return found
 
     def _changed(self, jobset: Object) -> bool:
-        """Whether the user changed images or pod templates since the JobSet was made. If only another version of the
-        operator would render other pods, running pods stay."""
-        return pods_changed(jobset["metadata"].get("labels") or {}, self._context.job.spec)
+        """Whether the user changed images, pod templates or the number of trainers since the JobSet was made. If only
+        another version of the operator would render other pods, running pods stay."""
+        spec, there = self._context.job.spec, self._context.sizes
+        trainers = (group for group in spec.groups if Role.TRAINER in group.roles)
+        resized = any(there.get(group.name, pod_count(group)) != pod_count(group) for group in trainers)
+        return resized or pods_changed(jobset["metadata"].get("labels") or {}, spec)
 
     def _surplus(self) -> tuple[list[Object], list[Ref]]:
         """The surplus rollouts to create and to delete. They start once the coordinator runs, so that they take no GPU

@@ -2,9 +2,9 @@
 
 At any time a user may suspend and resume a job, scale its rollout groups, and let a failed job try again. The user may
 also change its deadlines, its failure policy, its checkpoint policy and which samples are kept as text, and may decide
-to keep its claim. Images, pod templates and the access to a hub may change while the job is suspended. Everything else
-decides what is trained. It is fixed when the job has a plan (condition Planned=True). Before that it may be corrected,
-for example while Planned=False says what does not fit."""
+to keep its claim. Images, pod templates, the access to a hub and the number of trainers may change while the job is
+suspended. Everything else decides what is trained. It is fixed when the job has a plan (condition Planned=True). Before
+that it may be corrected, for example while Planned=False says what does not fit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,12 @@ _GROUP_FIELDS = {
     "dtype": "g.dtype",
     "vllmArgs": "g.vllmArgs",
 }
-_POD_FIELDS = {"image": "has(g.image) ? g.image : ''", "podTemplate": "g.podTemplate", "preemptible": "g.preemptible"}
+_POD_FIELDS = {
+    "image of a group": "groups.map(g, has(g.image) ? g.image : '')",
+    "podTemplate of a group": "groups.map(g, g.podTemplate)",
+    "preemptible of a group": "groups.map(g, g.preemptible)",
+    "replicas of a trainer group": "groups.filter(g, 'trainer' in g.roles).map(g, has(g.replicas) ? g.replicas : 1)",
+}
 
 _SIDES = ("self.spec.coordinator", "oldSelf.spec.coordinator")
 _COORDINATOR = " && ".join(
@@ -91,8 +96,8 @@ TRANSITION_RULES: tuple[CelRule, ...] = (
     *(
         CelRule(
             "",
-            f"{_UNPLANNED} || self.spec.suspend || {_same(f'groups.map(g, {value})')}",
-            f"{name} of a group in spec.groups {_SUSPENDED}.",
+            f"{_UNPLANNED} || self.spec.suspend || {_same(value)}",
+            f"{name} in spec.groups {_SUSPENDED}.",
             ".spec.groups",
         )
         for name, value in _POD_FIELDS.items()
@@ -109,11 +114,6 @@ TRANSITION_RULES: tuple[CelRule, ...] = (
             "hub": "self.spec.hub == oldSelf.spec.hub",
             "trackers": "self.spec.trackers == oldSelf.spec.trackers",
         }.items()
-    ),
-    _rule(
-        "replicas of a trainer group in spec.groups",
-        _same("groups.filter(g, 'trainer' in g.roles).map(g, has(g.replicas) ? g.replicas : 1)"),
-        ".spec.groups",
     ),
     _rule(
         "spec.checkpoint.volume",
