@@ -22,7 +22,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help docs install tools demo drill test test-fast test-nightly same-bits lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu test-gpu clean
+.PHONY: help docs install tools demo drill test test-fast test-nightly same-bits lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-race bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu test-gpu clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images images-push
 
 help: ## Show the targets
@@ -123,6 +123,9 @@ bench-weights: install ## Weight transfer against a raw broadcast
 
 bench-e2e: install ## PPO iterations against TRL
 	$(BIN)/python benchmarks/bench_e2e.py
+
+bench-race: install ## GRPO beside TRL: the same steps, and three small tasks
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_race.py
 
 bench-table3: install ## Fused pipeline schedules against RLHFuse's Table 3
 	$(BIN)/python research/bench_table3.py

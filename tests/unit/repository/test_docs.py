@@ -1,6 +1,7 @@
 """Documents name files, pages, fields and commands that are there, and the site is built of them."""
 
 import ast
+import dataclasses
 import html.parser
 import json
 import re
@@ -215,6 +216,31 @@ def test_a_reward_of_trl_is_called_as_the_page_says(monkeypatch):
     found: dict = {}
     exec(python_of("docs/coming-from.md", "from theirs import"), found)
     assert found["score"](["2 + 2?"] * 2, ["4", "5"], solution=["4", "4"]) == [1.0, 0.0]
+
+
+@pytest.mark.slow
+def test_the_job_from_trl_trains_as_trl_does():
+    """The optimizer that TRL's trainers inherit from Transformers, with what the page's script sets."""
+    from transformers import TrainingArguments
+
+    given: dict = {}
+    trainer = types.SimpleNamespace(train=lambda: None)
+    names = {"accuracy_reward": None, "dataset": None, "GRPOConfig": lambda **args: given.update(args)}
+    exec(python_of("docs/coming-from.md", "GRPOTrainer("), names | {"GRPOTrainer": lambda **_: trainer})
+    theirs = {field.name: field.default for field in dataclasses.fields(TrainingArguments)} | given
+    (text,) = (
+        text
+        for _, text in code_blocks(ROOT / "docs/coming-from.md")
+        if text.startswith("apiVersion") and "rewards:score" in text
+    )
+    ppo = parse_manifest(text).spec.ppo
+    ours = ppo.actor_optimizer
+    assert (ours.learning_rate, ours.beta1, ours.beta2, ours.eps, ours.weight_decay, ours.max_grad_norm) == tuple(
+        theirs[name]
+        for name in ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm")
+    )
+    assert (ours.schedule.lower(), ours.warmup_fraction) == (str(theirs["lr_scheduler_type"]), theirs["warmup_steps"])
+    assert (ppo.kl.coef, ppo.samples_per_prompt) == (theirs["beta"], theirs["num_generations"])
 
 
 def test_reward_functions_of_the_how_to_pages_work():
