@@ -1,7 +1,6 @@
 """Iterations with and without a lag (`ppo.lag`): generation beside training, against one after the other.
 
     python benchmarks/bench_async.py [--instances 32] [--lags 1 2] [--training 1.0]
-    python benchmarks/bench_async.py --streaming
     python benchmarks/bench_async.py --real [--rounds 2]
     python benchmarks/bench_async.py --curves [--seeds 3]
 
@@ -11,10 +10,6 @@ long-tailed lengths. The trainers take `--training` times as long as generation 
 iteration's tokens. A version of the weights takes `--weights` of that time to arrive. Everything takes `--slow` times
 as long as there, against the noise of a busy machine. The planner predicts each lag from what the run without a lag has
 measured: steps, scoring, weights, training, and what the coordinator needs besides.
-
-With --streaming the job has no lag, one optimizer step an iteration and GROUP samples a prompt. In the first run the
-trainers begin when all samples are scored, in the second one they learn from samples as they come (`ppo.streaming`).
-The planner predicts both from the first.
 
 With --real whole jobs run on this machine: vLLM servers, scorers and trainers of a small model. With lag 1 one job only
 computes, so two busy cores gain nothing; the other one sleeps in its reward and advantage functions.
@@ -33,7 +28,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +40,9 @@ from bench_interstage import device
 
 from dovetail.fusion.profile import StageProfile
 from dovetail.fusion.stage import StagePrediction, scan
-from dovetail.planner.make_plan import make_plan
-from dovetail.planner.simulate.drawn_iterations import hidden
 from dovetail.planner.simulate.lanes import Parts, play
 
 SAMPLES, PROMPT = 16, 20
-# Samples of a prompt, with --streaming.
-GROUP = 4
 # Iterations before and after those that count: the lanes come into step, and the last have no samples beside them.
 BEFORE, AFTER = 3, 2
 
@@ -65,7 +55,6 @@ def job_of(
     weights: float,
     slow: float,
     samples: int = SAMPLES,
-    each: int = 1,
 ) -> Job:
     """`training`: seconds of a mean iteration's, by those of its generation; `weights` likewise."""
     size = count * samples
@@ -74,34 +63,28 @@ def job_of(
     alone = scan(lengths[:size], [PROMPT] * size, [one] * count, [None], tokens)[0].generation_seconds
     mean = statistics.fmean(lengths) + PROMPT
     total = BEFORE + iterations + AFTER
-    return Job(count, samples, tokens, total, one, weights * alone, training * alone / (size * mean), each)
+    return Job(count, samples, tokens, total, one, weights * alone, training * alone / (size * mean))
 
 
 def parts(job: Job, ran: Ran, known: StageProfile, lag: int) -> list[Parts]:
     """Each iteration of the job, by what a run without a lag tells: `known` of an instance, and the other phases. With
-    a `lag` the tail gathers for the next iteration's sake, and free scorers score. A job that streams has less training
-    left."""
+    a `lag` the tail gathers for the next iteration's sake, and free scorers score."""
     first, last = BEFORE + 1, job.iterations
     made = [job.lengths(i) for i in range(1, job.iterations + 1)]
     sizes = [sum(lengths) + sum(prompts) for lengths, prompts in zip(made, ran.prompts, strict=True)]
     each_token = sum(row["seconds_training"] for row in ran.metrics[first - 1 :]) / sum(sizes[first - 1 :])
     weights, other = ran.mean("seconds_weights", first, last), ran.mean("seconds_other", first, last)
-    cut = make_plan(job.spec(lag)).streamed_parts
     found = []
     for lengths, prompts, size, rule in zip(made, ran.prompts, sizes, ran.rules, strict=True):
         threshold, roomy = (0, False) if lag else rule
         profiles = [known] * job.instances
-        stage = scan(lengths, prompts, profiles, [threshold], job.max_tokens, True, [roomy], shortest_first=cut > 0)[0]
-        training = size * each_token
-        if cut:
-            totals = [prompt + length for prompt, length in zip(prompts, lengths, strict=True)]
-            training -= hidden(stage.scored, lengths, totals, job.each, cut, training, stage.fused_seconds)
+        stage = scan(lengths, prompts, profiles, [threshold], job.max_tokens, True, [roomy])[0]
         inference = stage.fused_seconds - stage.generation_end
         half = next(time for time, left in stage.tail if left <= len(lengths) / 2)
         found.append(
             Parts(
                 {"transfer": weights, "generation": stage.generation_end, "inference": inference},
-                {"training": training, "other": other},
+                {"training": size * each_token, "other": other},
                 statistics.fmean(stage.idle_seconds),
                 tail=stage.generation_end - half,
                 kept=_kept(stage, half),
@@ -120,21 +103,11 @@ def _kept(stage: StagePrediction, half: float) -> float:
 
 
 def emulate(job: Job, lags: Sequence[int]) -> list[dict[str, Any]]:
-    """A run for each lag, the first without one; prints and returns the lines."""
-    return _compare([({"lag": lag}, job, lag) for lag in [0, *(each for each in lags if each)]])
-
-
-def compare_streaming(job: Job) -> list[dict[str, Any]]:
-    """A run without streaming and one with it, neither with a lag; prints and returns the lines."""
-    return _compare([({"streaming": way}, replace(job, streaming=way), 0) for way in (False, True)])
-
-
-def _compare(ways: Sequence[tuple[dict[str, Any], Job, int]]) -> list[dict[str, Any]]:
-    """Runs jobs, each with its lag; prints and returns a line for each, which begins with the labels given. The first
-    run tells what is expected of all, and the others are compared with it."""
+    """A run for each lag, the first without one; prints and returns a line for each. The first run tells what is
+    expected of all, and the others are compared with it."""
     lines: list[dict[str, Any]] = []
     reference: Ran | None = None
-    for labels, job, lag in ways:
+    for lag in [0, *(each for each in lags if each)]:
         first, last = BEFORE + 1, job.iterations - AFTER
         with tempfile.TemporaryDirectory() as folder:
             ran = run(job, lag, Path(folder) / "run")
@@ -143,19 +116,16 @@ def _compare(ways: Sequence[tuple[dict[str, Any], Job, int]]) -> list[dict[str, 
         trainers, rollouts = ran.idle(first, last)
         line: dict[str, Any] = {
             "measurement": "async emulated",
-            **labels,
+            "lag": lag,
             "instances": job.instances,
             "seconds": ran.seconds(first, last),
             "predicted_seconds": predicted.seconds,
             "trainer_idle": trainers,
             "rollout_idle": rollouts,
             "training_left": ran.mean("seconds_training", first, last),
+            "predicted_trainer_idle": predicted.trainer_idle,
+            "predicted_rollout_idle": predicted.rollout_idle,
         }
-        if not job.streaming:  # else the trainers also work while `play` sees samples being drawn
-            line |= {
-                "predicted_trainer_idle": predicted.trainer_idle,
-                "predicted_rollout_idle": predicted.rollout_idle,
-            }
         plain = lines[0] if lines else line
         line |= {
             "speedup": plain["seconds"] / line["seconds"],
@@ -175,7 +145,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=6, help="that count")
     parser.add_argument("--training", type=float, default=1.0, help="times the seconds of generation")
     parser.add_argument("--weights", type=float, default=0.02, help="times the seconds of generation")
-    parser.add_argument("--streaming", action="store_true", help="no lag, but training on samples as they come")
     parser.add_argument("--real", action="store_true", help="real vLLM servers on this machine, lags 0 and 1")
     parser.add_argument("--curves", action="store_true", help="learning curves of real jobs with each of --lags")
     parser.add_argument("--seeds", type=int, default=3, help="of --curves")
@@ -189,10 +158,7 @@ def main(argv: list[str] | None = None) -> int:
         compare_curves([0, *options.lags], options.seeds)
         return 0
     told = options.instances, options.tokens, options.iterations, options.training, options.weights, options.slow
-    if options.streaming:
-        compare_streaming(job_of(*told, each=GROUP))
-    else:
-        emulate(job_of(*told), options.lags)
+    emulate(job_of(*told), options.lags)
     return 0
 
 

@@ -49,8 +49,8 @@ spec:
 
 @dataclass(frozen=True)
 class Job:
-    """`samples`: of each instance in an iteration. `each`: of a prompt; above 1 the job is GRPO's. `streaming`: the
-    trainers learn from the first samples while others are drawn, where there is no lag. The rest: see `World`."""
+    """`samples`: of each instance in an iteration. The rest: see
+    `World`."""
 
     instances: int
     samples: int
@@ -59,8 +59,6 @@ class Job:
     profile: StageProfile
     weights: float
     token_seconds: float
-    each: int = 1
-    streaming: bool = False
 
     @property
     def batch(self) -> int:
@@ -81,8 +79,6 @@ class Job:
                 "globalBatchSize": self.batch,
                 "miniBatchSize": self.batch,
                 "microBatchSize": 1,
-                **({} if self.each == 1 else {"advantage": "grpo", "samplesPerPrompt": self.each}),
-                "streaming": "Auto" if self.streaming and not lag else "Never",
             },
         }
         return resolve(parse(document).spec)
@@ -90,8 +86,7 @@ class Job:
     def lengths(self, iteration: int) -> list[int]:
         """Tokens of each sample's response."""
         seed = self.spec(0).seed
-        places = [divmod(row, self.each) for row in range(self.batch)]
-        return [length_of(sample_seed(seed, iteration, *place), self.max_tokens) for place in places]
+        return [length_of(sample_seed(seed, iteration, row, 0), self.max_tokens) for row in range(self.batch)]
 
 
 @dataclass(frozen=True)
@@ -170,10 +165,7 @@ async def _run(job: Job, lag: int, settings: CoordinatorSettings, pipe: Pipe) ->
         ends = await engines.guard(iterate())
         pipe.send("busy")
         busy = await asyncio.to_thread(pipe.recv)
-        prompts = [
-            [len(p.token_ids) for p in engines.prepared.prompts(i) for _ in range(job.each)]
-            for i in range(1, spec.ppo.iterations + 1)
-        ]
+        prompts = [[len(p.token_ids) for p in engines.prepared.prompts(i)] for i in range(1, spec.ppo.iterations + 1)]
         known = engines._maker._fusion.measured("rollouts").profile()
         decided = [rules.get(i, (None, False)) for i in range(1, spec.ppo.iterations + 1)]
         return Ran(rows, ends, busy, prompts, decided, known)

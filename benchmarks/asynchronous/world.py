@@ -21,7 +21,6 @@ from interstage.emulated import Connection, Instance, Request, most_files
 
 from dovetail.fusion.profile import StageProfile
 from dovetail.protocol.messages import (
-    Accumulate,
     Bucket,
     Command,
     CommandResult,
@@ -133,8 +132,7 @@ class Served(Connection):
 
 @dataclass
 class Trainers:
-    """One rank, whose steps only wait. With kept versions a second task sends them. `learnt`: of the next step, tokens
-    by part."""
+    """One rank, whose steps only wait. With kept versions a second task sends them."""
 
     world: World
     session: aiohttp.ClientSession
@@ -142,7 +140,6 @@ class Trainers:
     generation: int = 0
     stage: str | None = None
     step: int = 0
-    learnt: dict[int, int] = field(default_factory=dict)
 
     async def post(self, path: str, message: Any) -> str:
         async with self.session.post(self.world.coordinator + path, data=message.model_dump_json()) as reply:
@@ -190,12 +187,9 @@ class Trainers:
         begun = clock()
         if isinstance(command, Load):
             self.stage, self.step = command.stage.value, 0
-        elif isinstance(command, Accumulate):
-            if command.part not in self.learnt:
-                self.learnt[command.part] = await self.learn(command.batch, 0)
         elif isinstance(command, Step):
-            await self.learn(command.batch, sum(self.learnt.values()))
-            self.learnt, self.step = {}, command.step
+            await self.learn(command.batch)
+            self.step = command.step
         elif isinstance(command, Publish):
             segments = [
                 Segment(index=0, model=model, host="127.0.0.1", port=1, buckets=[BUCKET])
@@ -208,16 +202,15 @@ class Trainers:
             raise ValueError(f"the emulated trainer does not know {command.kind}")
         return CommandResult(id=command.id, ok=True, metrics={"seconds": clock() - begun})
 
-    async def learn(self, batch: str, already: int) -> int:
-        """Take the time of the batch's tokens but those that were learnt `already`; how many these are."""
+    async def learn(self, batch: str) -> None:
+        """Take the time of the batch's tokens."""
         clock = asyncio.get_running_loop().time
         begun = clock()
         async with self.session.get(f"{self.world.coordinator}/v1/batches/{batch}") as reply:
             arrays = unpack(await reply.read())
-        tokens = int(arrays["prompt_lengths"].sum() + arrays["response_lengths"].sum()) - already
+        tokens = int(arrays["prompt_lengths"].sum() + arrays["response_lengths"].sum())
         await asyncio.sleep(begun + tokens * self.world.token_seconds - clock())
         self.busy.append((begun, clock()))
-        return tokens
 
 
 BUCKET = Bucket(names=["w"], dtypes=["float32"], shapes=[[1]], offsets=[0], nbytes=4)

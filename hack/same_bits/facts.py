@@ -18,7 +18,7 @@ HASH = "sha256:"
 STEPS = {"sft": "SFT step", "reward": "reward model step", "ppo": "PPO iteration"}
 # Names of what is measured, and of who did the work.
 MEASURED = re.compile(
-    r"seconds|per_second|_peak_bytes$|^streamed_fraction$|^(began|times?|rollout|instance|incarnation|attempt|"
+    r"seconds|per_second|_peak_bytes$|^(began|times?|rollout|instance|incarnation|attempt|"
     r"assignments|run)$"
 )
 # Records that are times of clocks or files, or that exist in a number that depends on them.

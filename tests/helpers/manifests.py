@@ -401,6 +401,7 @@ RULES = [
             ),
         )
     ),
+    ({"ppo.streaming": "Auto"}, "spec.ppo.streaming is no longer there, because spec.ppo.lag gains more; remove it,"),
     ({"ppo.dynamicSampling": 2}, "spec.ppo.dynamicSampling compares the rewards of one prompt's samples, but"),
     (
         {"ppo.dynamicSampling": 2, "ppo.samplesPerPrompt": 4, "ppo.lag": 1},

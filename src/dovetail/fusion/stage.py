@@ -25,8 +25,7 @@ class StagePrediction:
     `serial_seconds`, `fused_seconds`: the duration of the serial and of the fused stage. `generation_seconds`,
     `generation_end`: when generation ends in the serial and in the fused stage. `moves`: by sample, the one of the
     `destinations` to which it moved. `idle_seconds`: the time in which each instance neither generates nor scores in
-    the fused stage. `tail`: points (time, samples not yet generated) of the fused stage. `scored`: when each sample was
-    scored in the fused stage."""
+    the fused stage. `tail`: points (time, samples not yet generated) of the fused stage."""
 
     threshold: int | None
     serial_seconds: float
@@ -37,7 +36,6 @@ class StagePrediction:
     moves: dict[int, int]
     idle_seconds: tuple[float, ...]
     tail: tuple[tuple[float, int], ...]
-    scored: tuple[float, ...] = ()
 
     @property
     def migrated(self) -> int:
@@ -52,7 +50,6 @@ def scan(
     max_tokens: int | None = None,
     early: bool = True,
     roomy: Iterable[bool] = (),
-    shortest_first: bool = False,
 ) -> list[StagePrediction]:
     """Simulates one iteration of N samples with each of several thresholds. Returns the predictions in their order. The
     part that all have in common is simulated once.
@@ -62,8 +59,7 @@ def scan(
     most tokens of a response. The KV cache keeps room for them. By default it is the longest of `lengths`. `early`: an
     instance that has nothing left to generate scores at once, also before the threshold. If it is False, scoring begins
     at the threshold, as in the paper. `roomy`: for each threshold, whether the destinations take all samples that they
-    have room for (`StageProfile.roomy`). By default they do not. `shortest_first`: short samples are scored before
-    longer ones.
+    have room for (`StageProfile.roomy`). By default they do not.
 
     Raises ProfileError for numbers that are impossible."""
     thresholds = list(thresholds)
@@ -78,7 +74,7 @@ def scan(
         base.run(remaining)
         started[remaining] = base.copy()
     base.run(0)
-    serial = _inference(base, None, early, shortest_first)
+    serial = _inference(base, None, early)
     results = []
     for threshold, with_room in zip(thresholds, wide, strict=True):
         decode, scored, plan = base, serial, None
@@ -89,7 +85,7 @@ def scan(
             if plan is not None:
                 decode.migrate(plan.moves)
             decode.run(0)
-            scored = _inference(decode, begun, early, shortest_first)
+            scored = _inference(decode, begun, early)
         ends = sorted(decode.end)
         busy = zip(decode.busy, scored.busy, strict=True)
         results.append(
@@ -103,7 +99,6 @@ def scan(
                 moves=plan.moves if plan else {},
                 idle_seconds=tuple(max(0.0, scored.end - mine - score) for mine, score in busy),
                 tail=tuple((end, len(ends) - k - 1) for k, end in enumerate(ends)),
-                scored=tuple(scored.at),
             )
         )
     return results
@@ -129,12 +124,11 @@ def _gathered(decode: Decode, longest: int, destinations: Sequence[StageProfile]
 class _Scored:
     end: float
     busy: list[float]
-    at: list[float]
 
 
-def _inference(decode: Decode, begun: float | None, early: bool, shortest_first: bool) -> _Scored:
-    """Simulates scoring on the instances that are free, in the coordinator's chunks, the longest (or shortest) samples
-    first. Finished samples are scored, and the parts of unfinished ones that are generated so far.
+def _inference(decode: Decode, begun: float | None, early: bool) -> _Scored:
+    """Simulates scoring on the instances that are free, in the coordinator's chunks, the longest samples first.
+    Finished samples are scored, and the parts of unfinished ones that are generated so far.
 
     `begun`: when the tail gathered. From then on an instance is free once it has nothing left to generate. None:
     scoring begins after generation."""
@@ -145,16 +139,14 @@ def _inference(decode: Decode, begun: float | None, early: bool, shortest_first:
         heap.append(((generated if begun is None else free) + profile.swap_in_seconds, i))
     heapq.heapify(heap)
     parts = _parts(decode, None if begun is None else heap[0][0])
-    ready: list[tuple[int, int]] = []  # a heap of (tokens or -tokens, sample)
-    sign = 1 if shortest_first else -1
-    at = [0.0] * len(decode.end)
+    ready: list[tuple[int, int]] = []  # a heap of (-tokens, sample)
     busy = [0.0] * len(decode.profiles)
     next_, waiting, count, end = 0, 0, len(parts), generated
     while next_ < count or ready:
         time, i = heapq.heappop(heap)
         while next_ < count and (parts[next_][0] <= time or not ready):
             there, tokens, sample = parts[next_]
-            heapq.heappush(ready, (sign * tokens, sample))
+            heapq.heappush(ready, (-tokens, sample))
             waiting += tokens
             time = max(time, there)
             next_ += 1
@@ -165,17 +157,15 @@ def _inference(decode: Decode, begun: float | None, early: bool, shortest_first:
         while ready and (len(taken) + 1) * max(longest, abs(ready[0][0])) <= target:
             taken.append(heapq.heappop(ready))
             longest = max(longest, abs(taken[-1][0]))
-        chunk = [sign * tokens for tokens, _ in taken]
+        chunk = [-tokens for tokens, _ in taken]
         waiting -= sum(chunk)
         seconds = profile.chunk_seconds(chunk)
         if not busy[i]:
             busy[i] = profile.swap_in_seconds + profile.swap_out_seconds
         busy[i] += seconds
         end = max(end, time + seconds + profile.swap_out_seconds)
-        for _, sample in taken:
-            at[sample] = max(at[sample], time + seconds)
         heapq.heappush(heap, (time + seconds, i))
-    return _Scored(end, busy, at)
+    return _Scored(end, busy)
 
 
 def _parts(decode: Decode, free: float | None) -> list[tuple[float, int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from dovetail.manifest.base import Callable_, Fraction, LossName, Model, Path_, PositiveFloat, PositiveInt
 
@@ -180,13 +180,10 @@ class PPO(Model):
         "Auto: the planner takes the smallest of 0, 1 and 2 that is about as fast as the fastest, and 0 where it "
         "cannot predict iterations or the job cannot have a lag.",
     )
-    streaming: Literal["Never", "Auto"] = Field(
-        default="Never",
-        description="Auto: the trainers learn from the first samples of an iteration while the others are still drawn, "
-        "where that changes nothing in what is computed: see docs/async.md. The plan says whether the job can have it, "
-        "and why not. The gradient is then added up in the order of the samples' lengths, so the last bits differ "
-        "from those with Never.",
-    )
+    # Jobs of earlier releases have Never, which says nothing.
+    streaming: Annotated[
+        Literal["Never", "Auto"] | None, AfterValidator(lambda value: None if value == "Never" else value)
+    ] = Field(default=None, description="No longer there; set lag, which gains more.")
     advantage: Literal["gae", "grpo", "rloo", "reinforce++", "reinforce++-baseline", "distillation"] = Field(
         default="gae",
         description="gae: critic and generalised advantage estimation (Schulman et al. 2016). The others have no "

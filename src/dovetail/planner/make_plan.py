@@ -24,8 +24,6 @@ from dovetail.planner.placement.planned_job import ConfigError, PlannedJob
 from dovetail.planner.placement.pods import pod_memory, too_small
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.placement.stages_a_rank import chunks_alone, fitting, most_chunks, server_memory
-from dovetail.planner.simulate.drawn_iterations import drawn_hidden
-from dovetail.planner.streamed_parts import streamed, with_streaming
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Batching, Plan, Rollout, Task, TaskPlacement, TrainerRank, divisions
 from dovetail.protocol.prediction import Prediction
@@ -100,7 +98,6 @@ def _planned(job: PlannedJob, no_lag: str | None) -> Plan:
         schedule = fitting(placed.chosen)
     chunks = most_chunks(job, placed, schedule)
     memory = pod_memory(job, placed, schedule, chunks)
-    parts, not_streamed = streamed(job, placed)
     return Plan(
         world_size=trainer_world(spec),
         parallelism=dict(placed.layouts),
@@ -112,8 +109,6 @@ def _planned(job: PlannedJob, no_lag: str | None) -> Plan:
         dedicated=dict(placed.dedicated),
         chunks=chunks,
         activation_bytes=_activations(job, placed),
-        streamed_parts=parts,
-        not_streamed=not_streamed,
         warnings=[
             *product_warnings(spec, job.measured),
             *placed.warnings,
@@ -121,7 +116,7 @@ def _planned(job: PlannedJob, no_lag: str | None) -> Plan:
             *too_small(memory),
             *_further_rounds(spec),
         ],
-        prediction=_predicted(spec, placed, no_lag, parts),
+        prediction=_predicted(spec, placed, no_lag),
         stages=list(placed.stages),
         memory=memory,
     )
@@ -145,15 +140,9 @@ def _further_rounds(spec: RLHFJobSpec) -> list[str]:
     ]
 
 
-def _predicted(spec: RLHFJobSpec, placed: Placed, no_lag: str | None, parts: int) -> Prediction | None:
-    """The prediction with the job's lag, and with other lags beside it. `parts`: the number of parts in which samples
-    are learnt as they come."""
-    if placed.prediction is None:
-        return None
-    found = with_lags(placed.prediction, no_lag, spec.ppo.lag, placed.lanes)
-    if not parts or placed.chosen is None:
-        return found
-    return with_streaming(found, drawn_hidden(placed.chosen.candidate, placed.chosen.costs, spec.seed, parts))
+def _predicted(spec: RLHFJobSpec, placed: Placed, no_lag: str | None) -> Prediction | None:
+    """The prediction with the job's lag, and with other lags beside it."""
+    return None if placed.prediction is None else with_lags(placed.prediction, no_lag, spec.ppo.lag, placed.lanes)
 
 
 def _checkpointed(job: PlannedJob, placed: Placed) -> frozenset[tuple[Stage, str]]:

@@ -146,13 +146,6 @@ class Step(Message):
     )
     kl_coef: float = 0.0
     train_actor: bool = True
-    parts: int = Field(
-        default=0,
-        ge=0,
-        description="PPO, above 0: the batch's rows are learnt in so many equal parts, one after another, and one "
-        "optimizer step follows. The actions are those of one part. Parts whose gradient the ranks hold already "
-        "(`Accumulate`) are left out.",
-    )
     learning_rates: dict[str, float] = Field(
         default_factory=dict,
         description="By model: learning rates that the run has changed. They replace the manifest's.",
@@ -163,18 +156,6 @@ class Step(Message):
     warmup_total: int | None = Field(
         default=None, description="Set likewise: the number of steps of which warm-up is a share."
     )
-
-
-class Accumulate(Message):
-    """Add the gradient of one part of the samples of the next PPO step. The step's other samples are not complete yet.
-    The part is learnt in the same way as a `Step` with `parts` learns it. If the ranks already hold its gradient,
-    nothing happens."""
-
-    kind: Literal["accumulate"] = "accumulate"
-    id: str
-    step: Step = Field(description="The part of the step that is known. Its batch is not there yet.")
-    part: int = Field(ge=0, description="The index of the part, from 0.")
-    batch: str = Field(description="GET /v1/batches/{batch}: the part's rows alone.")
 
 
 class Evaluate(Message):
@@ -245,7 +226,7 @@ class Stop(Message):
     id: str
 
 
-Command = Annotated[Load | Step | Accumulate | Evaluate | Save | Export | Publish | Stop, Field(discriminator="kind")]
+Command = Annotated[Load | Step | Evaluate | Save | Export | Publish | Stop, Field(discriminator="kind")]
 
 
 class StageTimes(Message):

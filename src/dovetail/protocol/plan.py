@@ -232,15 +232,6 @@ class Plan(Model):
         default=0, ge=0, description="spec.ppo.lag, or the planner's choice if that is Auto. A run keeps it."
     )
     lag_reason: str = Field(default="", description="Why the planner chose it. It is empty if the manifest sets it.")
-    streamed_parts: int = Field(
-        default=0,
-        ge=0,
-        description="Into how many parts an iteration's samples are cut, of which the trainers learn the first ones "
-        "while others are drawn (spec.ppo.streaming). 0: they begin when all samples are there.",
-    )
-    not_streamed: str = Field(
-        default="", description="Why the job cannot have it, if spec.ppo.streaming is Auto. Otherwise it is empty."
-    )
     tasks: list[TaskPlacement]
     trainers: list[TrainerRank]
     rollouts: list[Rollout]
@@ -262,7 +253,7 @@ class Plan(Model):
         written: dict[str, Any] = write(self)
         unset = {
             each
-            for name in ("chunks", "stages", "streamed_parts", "not_streamed")
+            for name in ("chunks", "stages")
             if getattr(self, name) == (field := type(self).model_fields[name]).get_default(call_default_factory=True)
             for each in (name, field.alias)
         }

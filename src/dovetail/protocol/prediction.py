@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from dovetail.manifest.base import Model
 from dovetail.manifest.types import Stage
@@ -102,6 +102,9 @@ class PredictedLag(Model):
 class Prediction(Model):
     """One PPO iteration of a plan."""
 
+    # Those of earlier releases have more fields.
+    model_config = ConfigDict(extra="ignore")
+
     placement: Literal["Flattening", "Interleaving", "Separation"]
     note: str = ""
     schedule: str = Field(description="How actor and critic training share their GPUs.")
@@ -111,11 +114,6 @@ class Prediction(Model):
         default=0.0,
         description="What the iteration would take if its phases followed each other, as they do without a lag; 0 in "
         "plans of earlier releases.",
-    )
-    streamed_seconds: Seconds = Field(
-        default=0.0,
-        description="Training that is hidden behind generation and inference of the same iteration "
-        "(spec.ppo.streaming).",
     )
     phases: dict[str, Seconds] = Field(
         description="What is hidden behind another phase counts nothing. Without a lag they follow each other. With "

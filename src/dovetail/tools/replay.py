@@ -49,7 +49,7 @@ JOIN_SECONDS = 300.0
 # A debugger may stop a rank for a long time.
 STEP_SECONDS = 24 * 3600.0
 # Metrics with these endings depend on the machine, so they may differ.
-MEASURED = ("seconds", "activation_peak_bytes", "streamed_fraction")
+MEASURED = ("seconds", "activation_peak_bytes")
 
 
 @dataclass(frozen=True)

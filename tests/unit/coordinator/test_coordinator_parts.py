@@ -43,21 +43,6 @@ def test_chunks_are_the_longest_samples_within_the_limits(lengths: list[int], sc
     assert not rest or (len(chunk) + 1) * longest > min(100, sum(lengths) // (3 * scorers))
 
 
-@given(st.lists(st.integers(2, 300), min_size=1, max_size=200), st.integers(1, 20))
-def test_chunks_of_the_shortest_samples_keep_the_limits_too(lengths: list[int], scorers: int) -> None:
-    """A short sample came with so many long ones that the chunk had all that waited."""
-    waiting = Waiting((finished(1, n - 1, i) for i, n in enumerate(lengths)), shortest_first=True)
-    left = dict(enumerate(lengths))
-    while waiting:
-        target = min(600, max(100, sum(left.values()) // (3 * scorers)))
-        taken = [left.pop(s.key.prompt) for s in waiting.take(scorers, least=100, most=600)]
-        assert taken
-        assert not left or max(taken) <= min(left.values())
-        assert len(taken) == 1 or len(taken) * max(taken) <= target
-        assert not left or (len(taken) + 1) * min(left.values()) > target
-    assert not left
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 200), st.lists(st.integers(0, 90), min_size=1, max_size=9)), min_size=1),
     st.integers(1, 6),

@@ -19,7 +19,6 @@ from dovetail.coordinator.workers.trainer_group import StaleGeneration, TrainerE
 from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSession
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import (
-    Accumulate,
     CommandResult,
     Heartbeat,
     JoinReply,
@@ -497,31 +496,6 @@ def test_a_step_that_the_ranks_already_ran_is_not_run_twice(tmp_path: Path) -> N
         result = await second.run_step()
         assert ranks.log == ["load", "step1"]
         assert result.metrics == {"step": 1.0}
-        life.cancel()
-
-    run(scenario())
-
-
-def test_parts_of_a_step_begin_again_when_the_ranks_were_lost_in_between(tmp_path: Path) -> None:
-    """No command ran then, so nothing else says that the earlier parts are gone."""
-
-    def part(number: int) -> Accumulate:
-        return Accumulate(id=f"accumulate/{number}", step=plan().make_step(1), part=number, batch=f"part/{number}")
-
-    async def scenario() -> None:
-        group = make_group(1)
-        session = TrainerSession(group, Records(), tmp_path, keep=2, join_timeout=60, log=lambda *_, **__: None)
-        session.begin(plan(), 0)
-        life = asyncio.create_task(Ranks(group).live())
-        for number in (0, 1):
-            await session.accumulate(part(number))
-        life.cancel()
-        group.end_generation("trainer-0 was silent")
-        life = asyncio.create_task(Ranks(group).live())
-        with pytest.raises(TrainerLost, match="earlier parts were lost"):
-            await session.accumulate(part(2))
-        for number in (0, 1):
-            await session.accumulate(part(number))
         life.cancel()
 
     run(scenario())

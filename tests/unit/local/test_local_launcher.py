@@ -499,9 +499,12 @@ def test_resuming_a_run_of_an_earlier_release_records_what_it_does_otherwise(tmp
     grpo = a_job(CPU, ppo={"advantage": "grpo", "samplesPerPrompt": 4})
     document = grpo.model_dump(mode="json", by_alias=True)
     document["spec"]["ppo"]["kl"] = {"coef": 0.05, "target": None, "horizon": 10_000, "estimator": "k1"}
+    document["spec"]["ppo"]["streaming"] = "Auto"
     (run.path / "job.json").write_text(json.dumps(document))
     Store(run.path).close()
-    run.write_job(grpo, CPU_PLAN, resume=True)
+    told = run.write_job(grpo, CPU_PLAN, resume=True)
+    assert "goes on without spec.ppo.streaming" in told
+    assert "spec.ppo.lag" in told
     run.close()
     store, events = Store(run.path), []
     adopt(
@@ -511,6 +514,7 @@ def test_resuming_a_run_of_an_earlier_release_records_what_it_does_otherwise(tmp
     assert events == [
         ("run.changed", "spec.ppo.kl.estimator", "k1", "Auto"),
         ("run.changed", "spec.ppo.kl.in", "Reward", "Auto"),
+        ("run.changed", "spec.ppo.streaming", "Auto", None),
     ]
 
 

@@ -136,6 +136,15 @@ def test_a_run_of_an_earlier_release_takes_no_other_change() -> None:
     assert (clip.field, clip.old, clip.new, clip.allowed) == ("spec.ppo.rewardClip", 5.0, "Auto", True)
 
 
+def test_a_run_that_streamed_goes_on_without() -> None:
+    document = spec().model_dump(mode="json", by_alias=True)
+    for streaming, expected in (("Never", []), ("Auto", [("spec.ppo.streaming", "Auto", None, True)])):
+        document["ppo"]["streaming"] = streaming
+        found = changes(document, spec())
+        assert [(change.field, change.old, change.new, change.allowed) for change in found] == expected
+    assert changes(spec().model_dump(mode="json", by_alias=True), spec(ppo={"streaming": "Never"})) == []
+
+
 class Events(list[dict[str, Any]]):
     def __call__(self, event: str, **fields: Any) -> None:
         self.append({"event": event, **fields})

@@ -120,15 +120,6 @@ def test_samples_are_scored_in_the_coordinators_chunks() -> None:
     assert result.serial_seconds - result.generation_seconds == 2 * 2.0 + 0.5 * 16
 
 
-def test_short_samples_are_scored_in_chunks_within_the_limit() -> None:
-    # 2 + 2, 4 + 4 and 4 + 5 tokens have at most 10 tokens when they are padded; 2 + 2 + 4 would have 12.
-    one = profile(chunk_tokens=10, inference_seconds_per_chunk=2.0)
-    for lengths, chunks in (([1, 1, 3, 3, 3, 4], 3), ([1, *[9] * 4], 5)):
-        (result,) = scan(lengths, [1] * len(lengths), [one], [None], shortest_first=True)
-        tokens = sum(lengths) + len(lengths)
-        assert result.serial_seconds - result.generation_seconds == chunks * 2.0 + 0.5 * tokens
-
-
 @pytest.mark.slow
 @settings(deadline=None)
 @given(stages(), st.data())

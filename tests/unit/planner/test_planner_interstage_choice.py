@@ -11,7 +11,6 @@ import pytest
 from dovetail.coordinator.samples.fusion.threshold import ThresholdController
 from dovetail.fusion.lengths import Lengths
 from dovetail.fusion.profile import ProfileError, StageProfile
-from dovetail.fusion.stage import scan
 
 
 def gpu(**changes: Any) -> StageProfile:
@@ -92,20 +91,3 @@ def test_a_server_takes_more_than_costs_nothing_where_the_freed_one_saves_more()
     twin = ThresholdController("Auto", 128)
     twin.restore(controller.as_json())
     assert twin.decide([16] * 64, [slow] * 2) == controller.decide([16] * 64, [slow] * 2)
-
-
-def test_a_job_that_streams_to_trainers_is_simulated_in_its_own_order() -> None:
-    """Scorers take short samples first there, so the last chunk is long."""
-    lengths = Lengths.long_tailed(1024).draw(256, np.random.default_rng(1)).tolist()
-    found = []
-    for shortest_first in (False, True):
-        controller = ThresholdController(0.2, 1024, shortest_first=shortest_first)
-        controller.observe(lengths)
-        decision = controller.decide([64] * 256, [gpu(chunk_tokens=512)] * 8)
-        drawn = np.random.default_rng([0, 0]).choice(np.asarray(lengths), 256).tolist()
-        (again,) = scan(
-            drawn, [64] * 256, [gpu(chunk_tokens=512)] * 8, [51], 1024, roomy=[True], shortest_first=shortest_first
-        )
-        assert decision.prediction == again
-        found.append(decision.fused_seconds)
-    assert found[0] < found[1]

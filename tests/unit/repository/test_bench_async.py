@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,33 +32,6 @@ def test_generation_goes_on_beside_training(lagged: tuple[Job, Ran]) -> None:
     assert all(0 <= share <= 1 for share in ran.idle(2, job.iterations))
     predicted = [play(parts(job, ran, ran.known, lag), lag, None, 4, 4, job.iterations) for lag in (0, 1)]
     assert 0 < predicted[1].seconds < predicted[0].seconds
-
-
-def test_trainers_learn_from_samples_as_they_come(tmp_path: Path) -> None:
-    job = job_of(count=2, tokens=32, iterations=1, training=1.0, weights=0.05, slow=8.0, samples=32, each=2)
-    ran = run(replace(job, streaming=True), 0, tmp_path / "run")
-    assert any(row["streamed_seconds"] > 0 for row in ran.metrics)
-    assert beside(ran) > 0
-    left = [sum(part.training.values()) for part in parts(replace(job, streaming=True), ran, ran.known, 0)]
-    assert all(
-        some <= whole.training["training"] + whole.training["other"]
-        for some, whole in zip(left, parts(job, ran, ran.known, 0), strict=True)
-    )
-
-
-def test_runs_are_compared_with_the_first(
-    lagged: tuple[Job, Ran], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job, ran = lagged
-    made = iter([ran, replace(ran, ends=[end / 2 for end in ran.ends])])
-    monkeypatch.setattr(bench_async, "run", lambda *_: next(made))
-    plain, streams = bench_async.compare_streaming(job)
-    assert [plain["streaming"], streams["streaming"]] == [False, True]
-    assert [plain["speedup"], streams["speedup"], plain["predicted_speedup"]] == [1.0, 2.0, 1.0]
-    assert streams["training_left"] == ran.mean("seconds_training", 4, 4) > 0
-    assert "predicted_trainer_idle" in plain.keys() - streams.keys()
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["seconds"] for line in printed] == [round(plain["seconds"], 4), round(streams["seconds"], 4)]
 
 
 def test_each_lag_is_compared_with_none(lagged: tuple[Job, Ran], monkeypatch: pytest.MonkeyPatch) -> None:

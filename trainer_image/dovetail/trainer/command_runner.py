@@ -18,7 +18,6 @@ import torch.distributed as dist
 from dovetail.gpus.gpu_failure import GPUFailed, context_is_lost, names_cuda
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import (
-    Accumulate,
     Command,
     CommandResult,
     Evaluate,
@@ -46,7 +45,6 @@ from dovetail.trainer.steps import dpo_step as dpo
 from dovetail.trainer.steps import ppo_step as ppo
 from dovetail.trainer.steps import reward_step as reward
 from dovetail.trainer.steps import sft_step as sft
-from dovetail.trainer.steps import streamed_step as streamed
 from dovetail.trainer.steps.step_context import Context, Metrics, Run, SpanRecorder
 from dovetail.trainer.weight_sender import WeightSender
 from dovetail.trainer.weights.kept_weights import KeptWeights
@@ -81,7 +79,6 @@ class CommandRunner:
         self._context = Context(
             spec, groups, self.engine, self._fetch, self.timeline, load_loss(spec.ppo), load_advantages(spec.ppo)
         )
-        self._held = streamed.HeldParts()
         sender_groups: Any = groups
         self._running = ""
         self._damaged = False  # whether the checkpoint that the command names is damaged
@@ -183,9 +180,6 @@ class CommandRunner:
             raise BadCommand("the last step broke off half-way; send `load` first")
         if isinstance(command, Step):
             return self._prepare_step(command)
-        if isinstance(command, Accumulate):
-            self._check_next(command.step)
-            return streamed.prepare_part(self._context, self._held, command)
         if isinstance(command, Evaluate):
             if command.stage is Stage.PPO:
                 raise BadCommand("evaluate is for stages sft, reward and dpo")
@@ -224,15 +218,9 @@ class CommandRunner:
             Stage.DPO: dpo.prepare_step,
             Stage.PPO: ppo.prepare_step,
         }
-        if command.parts:
-            run = streamed.prepare_step(self._context, self._held, command)
-        else:
-            run = prepare[command.stage](self._context, command)
+        run = prepare[command.stage](self._context, command)
 
         def step() -> Metrics:
-            if self._held.step and not command.parts:
-                self._held.clear()
-                self.engine.drop_gradients()
             self.engine.follow(command)
             metrics = run()
             if self._groups.device.type == "cuda":
@@ -248,7 +236,7 @@ class CommandRunner:
         """The collective half. An error on all ranks becomes the result. An error on this rank alone breaks the groups.
 
         Raises PeerLost in that case, and if another rank was lost."""
-        changes = isinstance(command, Load | Step | Accumulate)
+        changes = isinstance(command, Load | Step)
         self._dirty = self._dirty or changes
         error: str | None = None
         metrics: Metrics = {}
@@ -303,7 +291,6 @@ class CommandRunner:
     # ------------------------------------------------------------ commands
 
     def _load(self, command: Load) -> Metrics:
-        self._held.clear()
         self._timed_messages.clear()  # SFT's times do not hold for PPO
         with self.timeline.phase("load"):
             self.kept.begin(command.keep_versions)
@@ -388,7 +375,7 @@ class CommandRunner:
             settings = getattr(self._spec, stage)
             field = "microBatchSize" if settings.micro_batch_tokens is None else "microBatchTokens"
             size = settings.micro_batch_size if settings.micro_batch_tokens is None else settings.micro_batch_tokens
-            kept = isinstance(command, Step | Accumulate) and self._spec.plan.recompute != "Always"
+            kept = isinstance(command, Step) and self._spec.plan.recompute != "Always"
             also = "set plan.recompute to Always, " if kept else ""
             remedy = (
                 f" while running {command.id}: lower {stage}.{field} (now {size}), {also}or spread the model "

@@ -78,7 +78,7 @@ def plan_tables(plan: Plan) -> Group:
     tables += [batches] if plan.batching else []
     tables += [_stages(plan)] if plan.stages else []
     lag = [f"Lag (spec.ppo.lag is Auto): {plan.lag}, because {plan.lag_reason}.", ""] if plan.lag_reason else []
-    return Group(*(part for table in [*tables, tasks] for part in (table, "")), *lag, *_streaming(plan))
+    return Group(*(part for table in [*tables, tasks] for part in (table, "")), *lag)
 
 
 def _stages(plan: Plan) -> Table:
@@ -92,17 +92,6 @@ def _stages(plan: Plan) -> Table:
         known = ("by epochs", "") if row.steps is None else (f"{row.steps:,}", duration(row.steps * row.step_seconds))
         table.add_row(row.stage.value, f"{row.step_seconds:.3g}", *known)
     return table
-
-
-def _streaming(plan: Plan) -> list[str]:
-    """Lines about the effect of spec.ppo.streaming."""
-    if plan.streamed_parts:
-        return [
-            "Streaming (spec.ppo.streaming is Auto): the trainers learn from an iteration's samples in "
-            f"{plan.streamed_parts} parts, the first ones while others are drawn.",
-            "",
-        ]
-    return [f"No streaming (spec.ppo.streaming is Auto): {plan.not_streamed}.", ""] if plan.not_streamed else []
 
 
 def _layouts(plan: Plan) -> Iterator[tuple[str, Parallelism]]:

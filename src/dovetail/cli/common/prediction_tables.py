@@ -96,9 +96,7 @@ def _facts(found: Prediction) -> Iterator[str]:
     if found.samples_per_dollar is not None:
         lost = f", {found.lost_share:.1%} of it for GPUs that come and go" if found.lost_share else ""
         yield f"Price of 1,000 samples: {_rate(1000 / found.samples_per_dollar)}{lost}"
-    if found.streamed_seconds:
-        yield f"Training hidden behind the samples of the same iteration: {found.streamed_seconds:.3g} s"
-    if found.lag or found.streamed_seconds:
+    if found.lag:
         yield f"One after the other, its phases would take {found.synchronous_seconds:.3g} s"
     yield f"Hardware figures: {found.hardware}; {found.examined} iteration{'s'[: found.examined != 1]} estimated"
 

@@ -23,6 +23,6 @@ async def run_job(engines: Engines) -> dict[str, Any]:
     if Stage.PPO in stages:
         await engines.begin_ppo()
         while not engines.over:
-            experience = await engines.generate_experience(stream=True)
+            experience = await engines.generate_experience()
             await engines.train(experience)
     return await engines.finish()

@@ -460,19 +460,16 @@ class Engines:
         """Evaluate the newest weights, as `PPOStage.evaluate` does."""
         return await self._ppo.evaluate()
 
-    async def generate_experience(
-        self, prompts: Sequence[GivenPrompt] | None = None, stream: bool = False
-    ) -> Experience:
+    async def generate_experience(self, prompts: Sequence[GivenPrompt] | None = None) -> Experience:
         """Generate and score responses to the next iteration's prompts. These are `prompts`, or the job's own if it is
         None.
 
-        `stream` says that the experience will be passed to `train` unchanged. With `ppo.streaming` the trainers then
-        learn from its first samples while the others are generated. With `ppo.lag`, `prompts` must be None. The samples
-        of the next iterations are then generated in the background from now on.
+        With `ppo.lag`, `prompts` must be None. The samples of the next iterations are then generated in the background
+        from now on.
 
         After a crash, results that the store already holds are not computed again. Raises ValueError for `prompts` in a
         job with `ppo.lag`."""
-        return await self._ppo.generate_experience(prompts, stream)
+        return await self._ppo.generate_experience(prompts)
 
     async def train(self, experience: Experience) -> dict[str, float]:
         """Train one iteration on `experience`, and send the new weights to all rollouts and scorers. Returns the

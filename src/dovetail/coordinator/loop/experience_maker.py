@@ -97,8 +97,6 @@ class ExperienceMaker:
         self._samples = records.store.samples
         self._calls = calls
         self._published = published
-        # The trainers learn from short samples while longer ones are drawn.
-        self._streams = plan.streamed_parts > 0
         self._colocated = {g.name for g in spec.groups if g.colocated}
         wanted = {"reference": sources.reference} if spec.ppo.reads_reference else {}
         if calls is None:
@@ -107,7 +105,6 @@ class ExperienceMaker:
             wanted["critic"] = sources.critic
         self._texts = Texts(prepared.tokenizer, prepared.actor_config_dir)
         self._assembly = ExperienceAssembly(self._samples, self._texts, prepared.pad_token_id, calls)
-        self.arrays_of = self._assembly.arrays_of
         self._models = ScorerModels(wanted, {r.name: r.scores for r in plan.rollouts}, fleet, session, folders)
         self.facts: dict[int, dict[str, float]] = {}
         self._waking: asyncio.Task[None] | None = None
@@ -115,7 +112,7 @@ class ExperienceMaker:
         # The version of the rollouts' weights when the trainers began to use their GPUs.
         self._trained_beside: int | None = None
         self._found: asyncio.Task[None] | None = None
-        self._fusion = Fusion(spec, records.store, records.log, self._streams)
+        self._fusion = Fusion(spec, records.store, records.log)
         gather = spec.plan.inter_stage_fusion not in ("Off", 0)
         self._lineup = Lineup(fleet, spec.generation.max_concurrent, gather, records.log, on_first)
         self._generator = Generator(
@@ -428,7 +425,6 @@ class ExperienceMaker:
             on_span,
             everyone=lambda: sum(self._models.serves(i.name, lane) for i in fleet.instances("scorer")),
             gone=lambda scorer: fleet.gone(scorer.name, scorer.incarnation),
-            shortest_first=self._streams,
         )
 
     def _samples_of(self, iteration: int, position: int, record: PromptRecord) -> list[NewSample]:

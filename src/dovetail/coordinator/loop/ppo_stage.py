@@ -17,7 +17,6 @@ from dovetail.coordinator.loop.kl_controller import KLController
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.open_iterations import OpenIterations
 from dovetail.coordinator.loop.plan_check import Expected, PlanCheck
-from dovetail.coordinator.loop.streaming import Streamed, Streaming, in_learning_order
 from dovetail.coordinator.reporting.health import UnhealthyError, Verdict
 from dovetail.coordinator.reporting.health_watch import HealthWatch
 from dovetail.coordinator.reporting.run_records import RunRecords
@@ -87,11 +86,6 @@ class PPOStage:
         self._placing: asyncio.Task[None] | None = None
         self._verdicts: list[Verdict] = []
         self._open = OpenIterations(self._draw, spec.ppo.lag, spec.ppo.iterations) if spec.ppo.lag else None
-        self._streaming: Streaming | None = None
-        self._streamed: dict[int, Streamed] = {}
-        if plan.streamed_parts:
-            parts = plan.streamed_parts
-            self._streaming = Streaming(spec, parts, records, session, maker.arrays_of, self._next_step)
         self._check: PlanCheck | None = None
         if (predicted := plan.prediction) is not None and predicted.lag == spec.ppo.lag:
             self._check = PlanCheck(Expected.predicted(predicted.iteration_seconds, predicted.phases))
@@ -175,12 +169,9 @@ class PPOStage:
         await self._evaluation.draw(BEFORE_SFT)
         return True
 
-    async def generate_experience(
-        self, prompts: Sequence[GivenPrompt] | None = None, stream: bool = False
-    ) -> Experience:
+    async def generate_experience(self, prompts: Sequence[GivenPrompt] | None = None) -> Experience:
         """Generate and score responses to the next iteration's prompts. These are `prompts`, or the job's own if it is
-        None. `stream` says that the experience will be passed to `train` unchanged. If the plan says so, the trainers
-        may then learn from its first samples while the others are generated.
+        None.
 
         With `ppo.lag` this also opens the iterations after this one. Their samples are generated in the background.
 
@@ -197,9 +188,6 @@ class PPOStage:
             with self._records.timeline.phase("waiting", iteration):
                 made = await self._open.take(iteration)
             self._records.progress.update(open_iterations=self._open.numbers)
-        elif prompts is None and stream and self._streaming is not None:
-            async with self._streaming.beside(iteration) as self._streamed[iteration]:
-                made = await self._maker.make(iteration, prepared.prompts(iteration))
         elif prompts is None:
             made = await self._maker.make(
                 iteration,
@@ -310,7 +298,7 @@ class PPOStage:
             if facts.train_actor and self._scheduling is not None:
                 schedule = await self._scheduling.current()
                 facts = replace(facts, schedule=None if schedule is None else schedule.as_json())
-            digest = await asyncio.to_thread(self._write_batch, iteration, experience.arrays)
+            digest = await asyncio.to_thread(self._records.batches.write, iteration, experience.arrays)
             self._records.store.put_all({f"ppo/{iteration}/facts": facts.as_json(), f"ppo/{iteration}/batch": digest})
         await self._records.keep_text(self._spec.samples, experience)
         await self._maker.in_batch(iteration)
@@ -349,10 +337,6 @@ class PPOStage:
     def _of(self, iteration: int) -> int | None:
         """The iteration to which the timeline counts a phase. None if the phases follow each other."""
         return None if self._open is None else iteration
-
-    def _write_batch(self, iteration: int, arrays: Arrays) -> str:
-        """Write the batch of the iteration's step. Returns its digest."""
-        return self._records.batches.write(iteration, in_learning_order(arrays) if self._streaming else arrays)
 
     def _measured(self, arrays: Arrays, result: CommandResult) -> dict[str, float]:
         """The iteration's metrics without its times."""
@@ -397,8 +381,6 @@ class PPOStage:
         facts = self._maker.facts.pop(iteration, {})
         if self._open is not None:
             facts["synchronous_seconds"] = one_after_the_other(phases)
-        elif (streamed := self._streamed.pop(iteration, None)) is not None:
-            facts |= {"streamed_seconds": streamed.seconds, "synchronous_seconds": wall + streamed.seconds}
         records.results.add_iteration(len(arrays["scores"]), wall, phases, facts.get("synchronous_seconds"))
         metrics = self._record(iteration, arrays, measured, phases, wall, facts)
         gauges = records.metrics
@@ -479,11 +461,6 @@ class PPOStage:
         """The facts of the next step, with the serial schedule."""
         warm = iteration > self._spec.ppo.critic_warmup_iterations or not has_critic(self._spec)
         return StepFacts(self._kl.coef, warm)
-
-    def _next_step(self, iteration: int) -> Step:
-        """The command of a step whose samples are not complete yet."""
-        step = ppo_step(self._spec, self._plan, iteration, self._facts(iteration))
-        return self._settled.settle(step)
 
     def _ppo_step(self, iteration: int) -> Step:
         store = self._records.store

@@ -164,7 +164,7 @@ def fusion_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def overlap_sentence(summary: Mapping[str, Any]) -> str:
-    """A sentence on what a run gained from a lag or from streaming. Empty for a run with neither."""
+    """A sentence on what a run gained from a lag. Empty for a run without one."""
     count, seconds, other = (
         get(summary, f"overlap.{name}") for name in ("iterations", "seconds", "synchronous_seconds")
     )

@@ -77,10 +77,9 @@ class Scores:
 class Waiting:
     """Finished samples that wait for a scorer, grouped by prompt."""
 
-    def __init__(self, samples: Iterable[Finished] = (), shortest_first: bool = False) -> None:
+    def __init__(self, samples: Iterable[Finished] = ()) -> None:
         self._groups: dict[tuple[int, int], list[Finished]] = {}
-        self._shortest_first = shortest_first
-        # (length or -length, order, prompt) of every sample. Entries of samples that were taken are dropped when they
+        # (-length, order, prompt) of every sample. Entries of samples that were taken are dropped when they
         # reach the top.
         self._order: list[tuple[int, int, tuple[int, int]]] = []
         self._added = 0
@@ -94,16 +93,13 @@ class Waiting:
         for sample in samples:
             prompt = (sample.key.iteration, sample.key.prompt)
             self._groups.setdefault(prompt, []).append(sample)
-            length = len(sample) if self._shortest_first else -len(sample)
-            heapq.heappush(self._order, (length, self._added, prompt))
+            heapq.heappush(self._order, (-len(sample), self._added, prompt))
             self._added += 1
             self._tokens += len(sample)
 
     @property
     def longest(self) -> int:
         """The number of tokens of the longest waiting sample. 0 if none waits."""
-        if self._shortest_first:
-            return max((len(sample) for group in self._groups.values() for sample in group), default=0)
         while self._order:
             length, _, prompt = self._order[0]
             if -length == max(map(len, self._groups.get(prompt, ())), default=0):
@@ -113,23 +109,20 @@ class Waiting:
 
     def take(self, scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS) -> list[Finished]:
         """The next chunk for one of `scorers` scorers. It has as many samples as `chunk_target` has room
-        for, prompt by prompt, the longest (or shortest) first. It is empty if no sample waits.
+        for, prompt by prompt, the longest first. It is empty if no sample waits.
 
         A scorer computes a prompt once for all its samples in a chunk. So the samples of one prompt stay together, even
         if the chunk then gets a few samples more. They are divided only if both parts are large enough for a chunk
         (`least`), and each has at least as many response tokens as the prompt has tokens."""
         chunk: list[Finished] = []
-        target, longest, rows = chunk_target(self._tokens, scorers, least, most), 0, 1
+        if not self._groups:
+            return chunk
+        rows = max(1, chunk_target(self._tokens, scorers, least, most) // self.longest)
         while self._groups and len(chunk) < rows:
             prompt = self._next()
-            # If the shortest come first, the rows become longer with each prompt.
-            longest = max(longest, *map(len, self._groups[prompt]))
-            rows = max(1, target // longest)
-            if len(chunk) >= rows:
-                break
             heapq.heappop(self._order)
             group = self._groups.pop(prompt)
-            group.sort(key=len, reverse=not self._shortest_first)
+            group.sort(key=len, reverse=True)
             count = _cut(group, rows - len(chunk), least)
             chunk += group[:count]
             if count < len(group):
@@ -138,11 +131,10 @@ class Waiting:
         return chunk
 
     def _next(self) -> tuple[int, int]:
-        """The prompt of the longest sample, or of the shortest one. Its entry stays at the top."""
-        extreme = min if self._shortest_first else max
+        """The prompt of the longest sample. Its entry stays at the top."""
         while True:
             length, _, prompt = self._order[0]
-            if abs(length) == extreme(map(len, self._groups.get(prompt, ())), default=0):
+            if -length == max(map(len, self._groups.get(prompt, ())), default=0):
                 return prompt
             heapq.heappop(self._order)
 
@@ -196,7 +188,6 @@ class Inference:
         everyone: Callable[[], int] = lambda: 1,
         gone: Callable[[Scorer], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
-        shortest_first: bool = False,
     ) -> None:
         self._session = session
         self._want = list(want)
@@ -206,7 +197,7 @@ class Inference:
         self._everyone = everyone
         self._gone = gone
         self._clock = clock
-        self._waiting = Waiting(shortest_first=shortest_first)
+        self._waiting = Waiting()
         self._streams = Streams()
         self._growing: Sequence[Growing] = ()
         # Finished samples that wait for the scorer which has computed a part of them.

@@ -25,15 +25,12 @@ def schedule(
     stage: Stage,
     models: Sequence[str],
     placed: Mapping[str, Parallelism] | None = None,
-    parts: int = 0,
 ) -> dict[str, Any]:
     """The fields of a step that say how a mini-batch is divided, and the actions of each rank for it. The ranks run
-    1F1B of one model after another. `placed` has layouts that replace the plan's. `parts` is the number of parts in
-    which a mini-batch is learnt. With parts, the actions are those of one part."""
+    1F1B of one model after another. `placed` has layouts that replace the plan's."""
     rules = {rule.model: rule for rule in batch_rules(spec) if rule.stage is stage}
     layouts = {name: (placed or {}).get(name) or plan.parallelism[name] for name in models}
-    rows = {name: rules[name].batch // max(1, parts) for name in models}
-    counts = {name: rows[name] // (layout.dp * rules[name].micro) for name, layout in layouts.items()}
+    counts = {name: rules[name].batch // (layout.dp * rules[name].micro) for name, layout in layouts.items()}
     split = not plan.recomputed(stage) and not plan.gathered_by_layer(stage)
     fields: dict[str, Any] = {"actions": serial_1f1b(layouts, counts, list(models), plan.world_size, split)}
     if (tokens := rules[models[0]].tokens) is not None:
@@ -71,10 +68,9 @@ def ppo_step(
         stage=Stage.PPO,
         step=iteration,
         batch=f"ppo/{iteration}",
-        **schedule(spec, plan, Stage.PPO, models, placed, plan.streamed_parts),
+        **schedule(spec, plan, Stage.PPO, models, placed),
         kl_coef=facts.kl_coef,
         train_actor=facts.train_actor,
-        parts=plan.streamed_parts,
     )
 
 

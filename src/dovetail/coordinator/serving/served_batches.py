@@ -18,10 +18,9 @@ class NotPrepared(RuntimeError):
 
 
 class Batches:
-    """The batches by their names, which are `sft/<step>`, `reward/<step>`, `dpo/<step>`, `ppo/<iteration>` and
-    `ppo-part/<iteration>/<part>`. Those for evaluations are `sft-eval/<i>`, `reward-eval/<i>`, `dpo-eval/<i>` and
-    `demonstrations/<i>`. The arrays are those of docs/architecture.md, "Batches". `references` adds the reference's
-    log-probabilities to DPO's batches."""
+    """The batches by their names, which are `sft/<step>`, `reward/<step>`, `dpo/<step>` and `ppo/<iteration>`. Those
+    for evaluations are `sft-eval/<i>`, `reward-eval/<i>`, `dpo-eval/<i>` and `demonstrations/<i>`. The arrays are those
+    of docs/architecture.md, "Batches". `references` adds the reference's log-probabilities to DPO's batches."""
 
     def __init__(self, prepared: Prepared | None, files: ExperienceFiles, store: Store) -> None:
         """`prepared` is None while the data is being prepared."""
@@ -40,8 +39,6 @@ class Batches:
     def read(self, key: str) -> bytes:
         """The packed arrays of a batch. Raises LookupError for an unknown key, ValueError for a damaged batch, and
         NotPrepared while the data is being prepared. For batches of PPO it may be called in any thread."""
-        if (part := self._files.part(key)) is not None:
-            return part
         stage, _, number = key.partition("/")
         if not (number.isascii() and number.isdigit() and len(number) < 10):
             raise KeyError("a batch's name must be a stage and a number, as sft/1")

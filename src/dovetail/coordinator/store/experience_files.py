@@ -67,7 +67,6 @@ class ExperienceFiles:
     def __init__(self, run_dir: Path) -> None:
         self._dir = run_dir / "experience"
         self._known: dict[int, str] = {}
-        self._parts: dict[str, bytes] = {}
         self._dir.mkdir(parents=True, exist_ok=True)
 
     def _path(self, iteration: int) -> Path:
@@ -95,18 +94,6 @@ class ExperienceFiles:
                 )
             self._known[iteration] = digest
         return data
-
-    def show_part(self, key: str, batch: bytes) -> None:
-        """Keep a packed part of an iteration that is still being made, in memory."""
-        self._parts[key] = batch
-
-    def part(self, key: str) -> bytes | None:
-        """The part that `show_part` was given. None if there is none."""
-        return self._parts.get(key)
-
-    def forget_parts(self) -> None:
-        """Forget all parts. Call it when the iteration is complete."""
-        self._parts.clear()
 
     def has(self, iteration: int) -> bool:
         """Whether the iteration is stored."""

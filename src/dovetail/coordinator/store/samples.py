@@ -443,24 +443,6 @@ class SampleTable:
             ).fetchall()
         return {Key(iteration, prompt, sample): reward for prompt, sample, reward in rows}
 
-    def of_prompts(self, iteration: int, prompts: Sequence[int]) -> list[Sample]:
-        """The samples of some of an iteration's prompts, in order of (prompt, sample)."""
-        marks = ",".join("?" * len(prompts))
-        with self._db.reading() as db:
-            return self._select(db, f"iteration=? AND prompt_index IN ({marks})", (iteration, *prompts))
-
-    def progress(self, iteration: int) -> list[tuple[int, int, bool]]:
-        """For each prompt, its number, the response tokens of its longest sample so far, and whether all its samples
-        are scored."""
-        done = ",".join(f"'{state}'" for state in ORDER[1:])
-        with self._db.reading() as db:
-            rows = db.execute(
-                f"SELECT prompt_index, MAX(kept), MIN(state IN ({done})) FROM samples WHERE iteration=?"
-                " GROUP BY prompt_index",
-                (iteration,),
-            ).fetchall()
-        return [(prompt, longest, bool(scored)) for prompt, longest, scored in rows]
-
     def get(self, key: Key) -> Sample:
         """One sample. Raises StoreError for an unknown key."""
         with self._db.reading() as db:

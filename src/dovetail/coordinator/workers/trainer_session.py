@@ -26,7 +26,7 @@ from dovetail.coordinator.workers.trainer_group import (
 )
 from dovetail.manifest.training_types import kept_versions
 from dovetail.manifest.types import Stage
-from dovetail.protocol.messages import Accumulate, Command, CommandResult, Evaluate, Export, Load, ModelRef, Save, Step
+from dovetail.protocol.messages import Command, CommandResult, Evaluate, Export, Load, ModelRef, Save, Step
 from dovetail.protocol.plan import Layout
 
 # A command's first deadline, and the least and the factor of those that follow from what such commands took. The least
@@ -99,8 +99,6 @@ class TrainerSession:
         self._needed: int | None = None
         # The seconds of the longest command of each stage and kind. Those for the reference are a kind of their own.
         self._longest: dict[tuple[Stage, str, bool], float] = {}
-        # The generation in which the ranks last learnt a part of a step's samples.
-        self._with_parts: int | None = None
 
     # ------------------------------------------------------------ checkpoints
 
@@ -238,16 +236,6 @@ class TrainerSession:
                     continue
                 self._step = step
                 return result
-
-    async def accumulate(self, command: Accumulate) -> CommandResult:
-        """Have the ranks learn a part of the next step's samples, before the others are there. Raises TrainerError.
-        Raises TrainerLost if the ranks are lost now or were lost since the part before. The ranks then hold no part."""
-        async with self._lock:
-            await self._bring(self._need_plan(), self._step)
-            before, self._with_parts = self._with_parts, self._group.generation
-            if command.part and before != self._with_parts:
-                raise TrainerLost("the ranks that learnt the earlier parts were lost")
-            return await self._execute(command)
 
     async def evaluate(self, batches: list[str], demonstrations: Sequence[str] = ()) -> dict[str, float]:
         """The metrics of the current weights on whole batches. A reward model is centred with the batches

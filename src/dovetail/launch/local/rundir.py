@@ -118,13 +118,14 @@ class RunDir:
 
     def write_job(self, job: RLHFJob, plan: Plan, *, resume: bool) -> str | None:
         """Write run.json, job.json and plan.json. With `resume` the manifest must be the run's, except for fields that
-        may change (`dovetail.manifest.checks.changes`). Files that are lost are written again. Returns a sentence if
-        the run goes on with other trainer ranks. Raises UsageError, which names the first field that differs although
-        it may not."""
+        may change (`dovetail.manifest.checks.changes`). Files that are lost are written again. Returns sentences if
+        the run goes on with other trainer ranks, or without what this release no longer has. Raises UsageError, which
+        names the first field that differs although it may not."""
         new = job.model_dump(mode="json", by_alias=True)
         path, told = self.path / "job.json", None
         if resume:
-            self._check_same(job, _read_json(path) if path.exists() else None)
+            old = _read_json(path) if path.exists() else None
+            self._check_same(job, old)
             (self.path / "summary.json").unlink(missing_ok=True)
             with contextlib.suppress(ValueError):
                 before = Plan.model_validate(read_object(self.path / "plan.json"))
@@ -133,6 +134,13 @@ class RunDir:
                         f"The run goes on with the trainer ranks {ranks_text(plan)}, after {ranks_text(before)}. From "
                         "its last checkpoint on, weights differ by rounding from those of the earlier ranks."
                     )
+            if old is not None and old.get("spec", {}).get("ppo", {}).get("streaming") == "Auto":
+                gone = (
+                    "The run goes on without spec.ppo.streaming, which is no longer there. From its last checkpoint "
+                    "on, weights differ by rounding from those that it would have had. A new run gains more with "
+                    "spec.ppo.lag."
+                )
+                told = f"{told} {gone}" if told else gone
         with explained(self.path):
             if not resume:
                 write_id(self.path, new_id())

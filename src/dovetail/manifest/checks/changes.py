@@ -72,7 +72,6 @@ REASONS = {
     "ppo.globalBatchSize": "stored batches have this size",
     "ppo.kl.coef": "with 0 no reference has scored the run's samples",
     "ppo.lag": "samples under way were drawn with the weights that it names",
-    "ppo.streaming": "it says in which order gradients are added up",
     "generation": "samples under way were begun with it",
     "checkpoint.volume": "the run's files are there",
 }
@@ -137,16 +136,17 @@ def changes(old: dict[str, Any], new: RLHFJobSpec) -> list[Change]:
 def _of_earlier_release(old: dict[str, Any], new: RLHFJobSpec) -> tuple[dict[str, Any], set[str]]:
     """`old` with the fields of this release, and the names of the fields that `new` may change for that reason.
 
-    Releases before `ppo.kl.in` had the KL penalty in the reward with any estimator, and they wrote their defaults (k1
-    and 5.0) where this release writes Auto. Settings with the same meaning are no difference. Others are changes, and
-    the run goes on with them, because this release no longer does what the earlier one did."""
+    A run that had `ppo.streaming` goes on without it. Releases before `ppo.kl.in` had the KL penalty in the reward with
+    any estimator, and they wrote their defaults (k1 and 5.0) where this release writes Auto. Settings with the same
+    meaning are no difference. Others are changes, and the run goes on with them, because this release no longer does
+    what the earlier one did."""
     kl = old.get("ppo", {}).get("kl")
     if kl is None or "in" in kl:
-        return old, set()
+        return old, {"spec.ppo.streaming"}
     old = copy.deepcopy(old)
     ppo, now = old["ppo"], new.ppo
     ppo["kl"]["in"] = now.kl.place if not now.kl_in_loss else "Reward"
-    inherited = {"spec.ppo.kl.in", "spec.ppo.kl.estimator"}
+    inherited = {"spec.ppo.streaming", "spec.ppo.kl.in", "spec.ppo.kl.estimator"}
     if ppo["kl"].get("estimator", "k1") == now.kl_estimator:
         ppo["kl"]["estimator"] = now.kl.estimator
     if now.reward_clip == "Auto" and ppo.get("rewardClip") == EARLIER_REWARD_CLIP:

@@ -1,5 +1,4 @@
-"""Simulates iterations of a candidate whose lengths are drawn at random. They predict what a lag gains (`ppo.lag`), and
-how much training is hidden behind samples that are still generated (`ppo.streaming`)."""
+"""Simulates iterations of a candidate whose lengths are drawn at random. They predict what a lag gains (`ppo.lag`)."""
 
 from __future__ import annotations
 
@@ -18,12 +17,11 @@ from dovetail.planner.simulate.rollout import Rolled, play_rollout
 DRAWS = 4
 
 
-def _played(candidate: Candidate, costs: GPUCosts, seed: int, each: int) -> Iterator[tuple[Ints, Ints, Rolled]]:
-    """Prompt and response lengths of iterations, (batch,) each, and their generation and scoring, event by event.
-    `each`: the number of neighbours with the same prompt length."""
+def _played(candidate: Candidate, costs: GPUCosts, seed: int) -> Iterator[tuple[Ints, Ints, Rolled]]:
+    """Prompt and response lengths of iterations, (batch,) each, and their generation and scoring, event by event."""
     work, rng = costs.work, np.random.default_rng(seed)
     for _ in range(DRAWS):
-        prompts = np.repeat(work.prompt.draw(work.batch // each, rng), each)
+        prompts = work.prompt.draw(work.batch, rng)
         responses = work.response.draw(work.batch, rng)
         yield prompts, responses, play_rollout(candidate, costs, prompts, responses)
 
@@ -34,7 +32,7 @@ def drawn_lanes(candidate: Candidate, costs: GPUCosts, seed: int) -> Lanes:
     inference = costs.estimate(candidate).phases["inference"]
     candidate = replace(candidate, folded=True)
     mean = costs.estimate(candidate).phases
-    played = list(_played(candidate, costs, seed, 1))
+    played = list(_played(candidate, costs, seed))
     tokens = _relative([float(prompts.sum() + responses.sum()) for prompts, responses, _ in played])
     generated = _relative([rolled.generated for _, _, rolled in played])
     scored = _relative([rolled.scored - rolled.generated for _, _, rolled in played])
@@ -65,44 +63,3 @@ def _relative(values: Sequence[float]) -> list[float]:
     """The values as multiples of their mean."""
     mean = sum(values) / len(values)
     return [value / mean if mean else 1.0 for value in values]
-
-
-def drawn_hidden(candidate: Candidate, costs: GPUCosts, seed: int, parts: int) -> float:
-    """The mean seconds of training that are hidden if samples are learnt in `parts` parts."""
-    candidate, each = replace(candidate, folded=True), costs.work.per_prompt
-    training, seconds = costs.estimate(candidate).phases["training"], 0.0
-    for prompts, responses, rolled in _played(candidate, costs, seed, each):
-        totals = (prompts + responses).tolist()
-        seconds += hidden(rolled.ready, responses.tolist(), totals, each, parts, training, rolled.scored)
-    return seconds / DRAWS
-
-
-def hidden(
-    scored: Sequence[float],
-    lengths: Sequence[int],
-    tokens: Sequence[int],
-    each: int,
-    parts: int,
-    training: float,
-    end: float,
-) -> float:
-    """The seconds of training before the stage of generation and inference ends.
-
-    `scored` (N,): when each sample was scored. `lengths` (N,): response tokens. `tokens` (N,): tokens of prompt and
-    response; the time of training is in proportion to them. `each`: the samples of a prompt, which are neighbours.
-    `parts`: the number of parts of the iteration. They are learnt in the order of the prompts' longest responses.
-    `training`: the seconds of training all samples. `end`: when the stage ends. Times are seconds since its begin."""
-    prompts = range(len(lengths) // each)
-    longest = {p: max(lengths[p * each : (p + 1) * each]) for p in prompts}
-    order = sorted(prompts, key=lambda p: (longest[p], p))
-    size, whole, now, done = len(order) // parts, sum(tokens), 0.0, 0.0
-    for number in range(parts):
-        rows = [row for p in order[number * size : (number + 1) * size] for row in range(p * each, (p + 1) * each)]
-        now = max(now, *(scored[row] for row in rows))
-        if now >= end:
-            break
-        seconds = training * sum(tokens[row] for row in rows) / whole
-        # A part that has begun before the end counts up to the end.
-        done += min(seconds, end - now)
-        now += seconds
-    return done

@@ -23,8 +23,8 @@ from dovetail.planner.simulate.training import Bar
 class Rolled:
     """`generated`, `scored`: when all samples are generated, and when all are scored. `migrated`: the number of samples
     that moved when the tail gathered. `bars`: what each GPU does. `half`: when half of the servers are no longer
-    needed, if the others take what is left. `kept`: the mean fraction of the samples that is left after that. `ready`:
-    when each sample was scored. Times are seconds since the stage began."""
+    needed, if the others take what is left. `kept`: the mean fraction of the samples that is left after that. Times are
+    seconds since the stage began."""
 
     generated: float
     scored: float
@@ -32,7 +32,6 @@ class Rolled:
     bars: list[Bar]
     half: float
     kept: float
-    ready: Sequence[float]
 
     def busy(self, shares: Sequence[Share]) -> float:
         """The fraction of the stage in which the GPUs of these shares generate or score, as the mean over the GPUs."""
@@ -66,7 +65,7 @@ def play_rollout(candidate: Candidate, costs: GPUCosts, prompts: Ints, lengths: 
     half = sorted(ends)[len(ends) // 2] if candidate.migration else sorted(idle)[len(idle) // 2]
     left = sum(max(0.0, end - half) for end in ends) / len(ends)
     kept = left / (generated - half) if generated > half else 0.0
-    return Rolled(generated, max(scored, generated), migrated, bars + new, half, kept, ready)
+    return Rolled(generated, max(scored, generated), migrated, bars + new, half, kept)
 
 
 def _decode(

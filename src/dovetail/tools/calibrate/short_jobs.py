@@ -60,7 +60,6 @@ def variant(job: RLHFJob, shape: JobShape, iterations: int = ITERATIONS) -> RLHF
         "criticWarmupIterations": 0,
         # The phases of an iteration must not overlap.
         "lag": 0,
-        "streaming": "Never",
     }
     spec["generation"]["maxTokens"] = shape.max_tokens
     if Stage.REWARD.value in spec["stages"]:

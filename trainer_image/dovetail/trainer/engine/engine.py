@@ -21,7 +21,6 @@ from dovetail.models.config import balance_coefficient
 from dovetail.models.layers.expert_routing import take_counts, take_unbalance
 from dovetail.protocol.messages import Action, Load, Step
 from dovetail.trainer.communication.groups import Groups, PeerLost, peer_errors
-from dovetail.trainer.compat import multiply
 from dovetail.trainer.engine import checkpoint
 from dovetail.trainer.engine.action_measures import Collected
 from dovetail.trainer.engine.engine_model import EngineModel
@@ -245,18 +244,6 @@ class Engine(EngineState):
         if held.groups.pp_size == 1 or not batches:
             return pipe.results
         return self._share_results(held, pipe.results)
-
-    def scale_gradient(self, model: str, factor: float) -> None:
-        """Multiply the model's gradient, as accumulated so far, by a number."""
-        if (held := self.models.get(model)) is not None and factor != 1.0:
-            multiply([local(p.grad) for p in held.trainable().values() if p.grad is not None], factor)
-
-    def drop_gradients(self) -> None:
-        """Drop the gradients that were accumulated for the next step."""
-        self.settle()
-        for held in self.models.values():
-            for parameter in held.trainable().values():
-                parameter.grad = None
 
     def optimizer_step(self, model: str, defer: bool = False) -> dict[str, float]:
         """Clip the gradient by its global norm, apply a step, and drop the gradient.

@@ -40,8 +40,7 @@ def _tokenizer(path: Path, _changed: int) -> Any:
 
 
 def batch_row(arrays: Arrays, prompt: int, number: int) -> int:
-    """The row of the batch with the prompt's `number`-th sample, or -1 if there is none. Rows are in the order in which
-    they were learnt. With ppo.streaming that is not the order of the prompts."""
+    """The row of the batch with the prompt's `number`-th sample, or -1 if there is none."""
     rows = np.flatnonzero(arrays["groups"] == prompt) if arrays else np.empty(0, np.intp)
     return int(rows[number]) if number < len(rows) else -1
 

@@ -83,17 +83,14 @@ class StageFusion:
 
 
 class Fusion:
-    """Controls the threshold of a job. Its state is in the store, with a measured profile of each rollout group.
-    `shortest_first` says that the scorers take short samples before longer ones."""
+    """Controls the threshold of a job. Its state is in the store, with a measured profile of each rollout group."""
 
-    def __init__(self, spec: RLHFJobSpec, store: Store, log: Callable[..., None], shortest_first: bool = False) -> None:
+    def __init__(self, spec: RLHFJobSpec, store: Store, log: Callable[..., None]) -> None:
         self._spec = spec
         self._store = store
         self._log = log
         self._assumed = replace(ASSUMED, max_samples=spec.generation.max_concurrent)
-        self._controller = ThresholdController(
-            spec.plan.inter_stage_fusion, spec.generation.max_tokens, spec.seed, shortest_first
-        )
+        self._controller = ThresholdController(spec.plan.inter_stage_fusion, spec.generation.max_tokens, spec.seed)
         saved = store.get(STORED)
         if saved is not None:
             self._controller.restore(saved)

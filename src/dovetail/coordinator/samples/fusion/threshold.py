@@ -65,20 +65,16 @@ class Decision:
 
 class ThresholdController:
     """A job has one controller. `setting` is `plan.interStageFusion`, which is Auto, Off or a fraction of the batch. A
-    response has at most `max_tokens` tokens. `shortest_first` says that short samples are scored before longer ones, as
-    with `ppo.streaming`. Lengths are drawn from those of the last RECENT_ITERATIONS iterations.
+    response has at most `max_tokens` tokens. Lengths are drawn from those of the last RECENT_ITERATIONS iterations.
 
     Raises ProfileError for a fraction that is not between 0 and 1."""
 
-    def __init__(
-        self, setting: Literal["Auto", "Off"] | float, max_tokens: int, seed: int = 0, shortest_first: bool = False
-    ) -> None:
+    def __init__(self, setting: Literal["Auto", "Off"] | float, max_tokens: int, seed: int = 0) -> None:
         if not isinstance(setting, str) and not 0 <= setting <= 1:
             raise ProfileError(f"spec.plan.interStageFusion is {setting}; it must be Auto, Off or between 0 and 1")
         self._setting = setting
         self._max_tokens = max_tokens
         self._seed = seed
-        self._shortest_first = shortest_first
         self._recent: deque[list[int]] = deque(maxlen=RECENT_ITERATIONS)
         self._decisions = 0
         self._current: Choice = OFF
@@ -113,7 +109,6 @@ class ThresholdController:
                 wanted,
                 self._max_tokens,
                 roomy=roomy,
-                shortest_first=self._shortest_first,
             )
             return dict(zip(choices, found, strict=True))
 

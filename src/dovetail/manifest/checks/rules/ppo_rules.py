@@ -205,6 +205,11 @@ PPO_RULES = (
         "or reinforce++-baseline without an advantageFunction, or set it to false.",
     ),
     ppo_rule(
+        "!has(self.ppo.streaming) || self.ppo.streaming != 'Auto'",
+        "spec.ppo.streaming is no longer there, because spec.ppo.lag gains more; remove it, which changes nothing but "
+        "the last bits, and set spec.ppo.lag to Auto in a new run.",
+    ),
+    ppo_rule(
         f"!{_DISTILS} || has(self.models.reference.source)",
         "spec.ppo.advantage is distillation, whose teacher is spec.models.reference, but that has no source; name a "
         "model with the actor's tokenizer.",
