@@ -108,7 +108,7 @@ def sources(package: str) -> list[Path]:
 def test_the_table_names_every_package():
     assert set(TABLE) == {path.parent.name for path in ROOT.glob("*/dovetail/*/__init__.py")}
     assert TABLE["manifest"][1] == TABLE["pipelines"][1] == set()
-    assert TABLE["coordinator"][1] == {"manifest", "protocol", "pipelines", "fusion"}
+    assert TABLE["coordinator"][1] == {"manifest", "protocol", "pipelines", "fusion", "web"}
     for package, (folder, allowed) in TABLE.items():
         assert folder.is_dir(), package
         assert allowed <= set(TABLE), package
