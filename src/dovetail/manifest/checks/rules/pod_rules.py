@@ -14,7 +14,7 @@ from dovetail.manifest.checks.pod_templates import (
     merge_problem,
     template_problem,
 )
-from dovetail.manifest.checks.rules.rule import Found, Rule
+from dovetail.manifest.checks.rules.rule import FoundObject, Rule
 from dovetail.manifest.fixed_names import CONTAINER
 from dovetail.manifest.types import Coordinator, Group
 
@@ -86,5 +86,5 @@ POD_RULES = (
 def template_errors(template: dict[str, Any], path: str) -> list[str]:
     """The errors of a pod template that is not in a manifest. `path` is the object that has the podTemplate."""
     pods = Coordinator(pod_template=template)
-    found = Found(path, pods, as_seen(pods))
+    found = FoundObject(path, pods, as_seen(pods))
     return [sentence for rule in POD_RULES if (sentence := rule.told(found)) is not None]

@@ -20,7 +20,7 @@ _HOLE = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 Value = tuple[str, ...] | Callable[[Any], object]
 
 
-class Found(NamedTuple):
+class FoundObject(NamedTuple):
     """An object of a spec: where it is, the object, and the same as rules in CEL see it."""
 
     path: str
@@ -50,7 +50,7 @@ class Rule:
                 if (sentence := self.told(found)) is not None:
                     yield found.path, sentence
 
-    def told(self, found: Found) -> str | None:
+    def told(self, found: FoundObject) -> str | None:
         """The sentence for one object. None if it satisfies the rule."""
         if not isinstance(self.holds, str):
             return None if self.holds(found.value) else self._fill(lambda name: self._value(found, name))
@@ -80,7 +80,7 @@ class Rule:
     def _fill(self, value: Callable[[str], str]) -> str:
         return _HOLE.sub(lambda hole: value(hole[1]), self.sentence)
 
-    def _value(self, found: Found, name: str) -> str:
+    def _value(self, found: FoundObject, name: str) -> str:
         if name == "path":
             return found.path
         if callable(of := self.values.get(name)):
@@ -100,21 +100,21 @@ class Objects:
     """The objects of a spec by their place. Each place is looked up only once for all rules."""
 
     def __init__(self, spec: RLHFJobSpec) -> None:
-        self._found = {"spec": [Found("spec", spec, as_seen(spec))]}
+        self._found = {"spec": [FoundObject("spec", spec, as_seen(spec))]}
 
-    def at(self, place: str) -> list[Found]:
+    def at(self, place: str) -> list[FoundObject]:
         """The objects at a place. Those that are not given are left out."""
         if place not in self._found:
             parent, _, step = place.rpartition(".")
             name = step.removesuffix("[]")
             found = [
-                Found(f"{path}.{name}", inner, seen[name])
+                FoundObject(f"{path}.{name}", inner, seen[name])
                 for path, value, seen in self.at(parent)
                 if (inner := get(value, name)) is not None
             ]
             if step.endswith("[]"):
                 found = [
-                    Found(f"{path}[{i}]", *each)
+                    FoundObject(f"{path}[{i}]", *each)
                     for path, items, seen in found
                     for i, each in enumerate(zip(items, seen, strict=True))
                 ]
