@@ -234,6 +234,7 @@ def measured(forward: float, slow: str | None = None) -> CommandResult:
     return CommandResult(id="step", ok=True, times=times, metrics={"activation_peak_bytes": 2e6})
 
 
+@pytest.mark.slow
 def test_auto_beats_serial_on_two_ranks_and_the_page_shows_it(tmp_path: Path) -> None:
     spec, plan = job()
     assert plan.schedule == "Auto"
@@ -433,7 +434,7 @@ def test_auto_has_one_stage_a_rank_where_a_v_cannot_run_or_would_change_bits() -
     [
         ("Fused", "fused"),
         ("TimeSharing", ("stitched", "shared")),
-        ("VShaped", ("zb-v", "v-half", "v-min", "fused-v")),
+        pytest.param("VShaped", ("zb-v", "v-half", "v-min", "fused-v"), marks=pytest.mark.slow),
         ("Serial", "serial"),
     ],
 )
@@ -553,6 +554,7 @@ def group_job(**plan: Any) -> tuple[RLHFJobSpec, Plan]:
     return found, make_plan(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pin", "schedule", "runs"),
     [

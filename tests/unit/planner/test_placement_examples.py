@@ -54,7 +54,7 @@ def drawn(lengths: Lengths, count: int, at: float, rng: np.random.Generator) -> 
     [
         pytest.param("rlhf-65b.yaml", "a100x128.yaml", marks=pytest.mark.slow),
         ("quickstart.yaml", "a100-v100-a10.yaml"),
-        ("quickstart-cluster.yaml", "a100-v100-a10.yaml"),
+        pytest.param("quickstart-cluster.yaml", "a100-v100-a10.yaml", marks=pytest.mark.slow),
         ("quickstart-cluster.yaml", None),
         ("hh-rlhf.yaml", None),
     ],

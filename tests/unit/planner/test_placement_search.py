@@ -75,6 +75,7 @@ def test_it_is_within_a_hundredth_of_the_best_of_all_and_finds_a_plan_whenever_t
         assert best.best.seconds - 1e-9 <= found.best.seconds <= 1.01 * best.best.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["prior", pytest.param("grid", marks=pytest.mark.slow), "similar"])
 def test_no_strategy_of_the_papers_beats_it(strategy):
     there, job = pools((A100, 4, 8)), work("13", "7")

@@ -132,6 +132,7 @@ def test_a_stage_has_the_cache_of_its_own_layers(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False])
 def test_a_stage_that_is_not_the_first_has_room_for_what_it_receives(
     monkeypatch: pytest.MonkeyPatch, first: bool

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[2]
 REFUSED = {
     "endless": "more than 1048576 bytes",

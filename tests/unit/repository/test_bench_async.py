@@ -24,6 +24,7 @@ def lagged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Ran]:
     return job, run(job, 1, tmp_path_factory.mktemp("lag") / "run")
 
 
+@pytest.mark.slow
 def test_generation_goes_on_beside_training(lagged: tuple[Job, Ran]) -> None:
     job, ran = lagged
     lengths = [sum(job.lengths(i)) / job.batch for i in range(1, job.iterations + 1)]
@@ -34,6 +35,7 @@ def test_generation_goes_on_beside_training(lagged: tuple[Job, Ran]) -> None:
     assert 0 < predicted[1].seconds < predicted[0].seconds
 
 
+@pytest.mark.slow
 def test_each_lag_is_compared_with_none(lagged: tuple[Job, Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     job, ran = lagged
     monkeypatch.setattr(bench_async, "run", lambda *_: ran)

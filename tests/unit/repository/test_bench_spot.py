@@ -5,6 +5,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +39,7 @@ def test_a_recorded_trace_has_a_life_for_each_run_of_ticks(tmp_path):
     assert [(life.start, life.death) for life in recorded([path], 120.0)] == [(34, 102), (170, 204)]
 
 
+@pytest.mark.slow
 def test_instances_die_and_no_token_changes(capsys):
     """Every life is a second or two long, so all die several times."""
     short = ("--instances", "2", "--concurrent", "4", "--rounds", "8", "--scale", "4", "--life", "3", "--gap", "1")

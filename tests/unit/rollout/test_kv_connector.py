@@ -18,7 +18,7 @@ from dovetail.protocol.kv import HOLD, PULL, KVHold
 from dovetail.rollout.kv import kv_config as config
 from helpers.lazy import Lazy
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]
 connector = Lazy("dovetail.rollout.kv.connector")
 vllm_request = Lazy("vllm.v1.request")
 weights_vllm = Lazy("dovetail.rollout.weights_vllm")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 # Not imported here: each worker of a run imports all test files.
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(64, 300), (512, 64), (1408, 512)])

@@ -16,7 +16,7 @@ from dovetail.manifest.types import Generation
 from dovetail.protocol.sampling import sampling_params
 from helpers.lazy import Lazy
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]
 scipy_stats = Lazy("scipy.stats")
 vllm = Lazy("vllm")
 logits_processor = Lazy("vllm.v1.sample.logits_processor")
