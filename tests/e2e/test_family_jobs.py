@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from dovetail.manifest.checks.validation import check
 from dovetail.models import build_stage
@@ -119,7 +119,9 @@ def test_a_job_learns_and_samples_alike(family: str, tmp_path: Path) -> None:
             assert row["mismatch_abs"] < 1e-4, row
         assert row["actor_grad_norm"] > 0
     folder = run / "models" / "actor"
-    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, attn_implementation="eager")
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager"
+    )
     assert not report["unexpected_keys"]
     assert not report["missing_keys"]
     # More tokens than a window has.

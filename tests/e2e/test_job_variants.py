@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from dovetail.cli.main import cli
 from dovetail.coordinator.data.synthetic import quality
@@ -106,7 +106,7 @@ def test_a_critic_on_the_actor_s_body(tmp_path: Path) -> None:
     assert not (tmp_path / "models" / "critic").exists()
     for name in ("actor", "actor-ema"):
         folder = tmp_path / "models" / name
-        _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        _, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         assert not report["unexpected_keys"]
         assert (folder / "value_head" / "model.safetensors").is_file()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
 
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.manifest.types import RLHFJob
@@ -38,8 +38,12 @@ def write_models(tied: Path, untied: Path) -> None:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": None,
     }
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **fields, tie_word_embeddings=True)).float()
-    twin = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **fields, tie_word_embeddings=False)).float()
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("qwen3", **fields, tie_word_embeddings=True)
+    ).float()
+    twin = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("qwen3", **fields, tie_word_embeddings=False)
+    ).float()
     twin.load_state_dict(model.state_dict())
     for made, folder in ((model, tied), (twin, untied)):
         made.save_pretrained(folder)
@@ -83,5 +87,5 @@ def test_a_tied_model_learns_and_samples_as_its_untied_twin(tmp_path: Path) -> N
         said[tied] = [(s.key, s.tokens.tolist()) for s in stored_samples(run, 1)]
     assert said[True] == said[False]
     assert len({tuple(tokens) for _, tokens in said[True]}) > 1
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run-True" / "models" / "actor")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run-True" / "models" / "actor")
     assert exported.lm_head.weight is exported.model.embed_tokens.weight

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from dovetail.coordinator.workers.trainer_group import CheckpointDamaged, TrainerError, TrainerLost
 from dovetail.manifest.types import RLHFJob, ScratchModel, Stage
@@ -130,7 +130,9 @@ def check_probe(probe: Probe | None, folder: Path) -> None:
     assert probe is not None
     tokens = torch.tensor([probe.tokens])
     with torch.no_grad():
-        logprobs = AutoModelForCausalLM.from_pretrained(folder).float()(tokens).logits[0, :-1].log_softmax(-1)
+        logprobs = (
+            transformers.AutoModelForCausalLM.from_pretrained(folder).float()(tokens).logits[0, :-1].log_softmax(-1)
+        )
     expected = logprobs.gather(1, tokens[0, 1:].unsqueeze(1)).squeeze(1)
     assert torch.tensor(probe.logprobs).allclose(expected, atol=1e-4)
 

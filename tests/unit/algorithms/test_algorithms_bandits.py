@@ -112,8 +112,11 @@ def learnt(config: PPO, steps: int = 160) -> np.ndarray:
     return torch.softmax(theta, 0).numpy()
 
 
+SPEC = tiny_job().spec
+
+
 def job_with(config: PPO) -> RLHFJobSpec:
-    return tiny_job().spec.model_copy(update={"ppo": config})
+    return SPEC.model_copy(update={"ppo": config})
 
 
 def ppo(advantage: str, place: str, estimator: str = "Auto", **fields: object) -> PPO:

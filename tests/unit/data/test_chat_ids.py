@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import convert, detect
@@ -176,7 +176,7 @@ def built(kind: str, adds: bool) -> Tokenizer:
 
 
 def with_template(tokens: Tokenizer, template: str | None, end: str) -> Any:
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokens, bos_token="<s>", eos_token=end, unk_token="<unk>", chat_template=template
     )
 

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from dovetail.coordinator.data.text.texts import Texts
 
@@ -20,7 +20,7 @@ CHATML = (
 )
 
 
-def tokenizer(template: str | None = None, additional: bool = False) -> PreTrainedTokenizerFast:
+def tokenizer(template: str | None = None, additional: bool = False) -> transformers.PreTrainedTokenizerFast:
     """Byte-level. `additional`: what the model says is in additional_special_tokens too."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -30,14 +30,14 @@ def tokenizer(template: str | None = None, additional: bool = False) -> PreTrain
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=specials, initial_alphabet=alphabet)
     made.train_from_iterator(["the answer is 5"], trainer)
     more = {"additional_special_tokens": SAID} if additional else {}
-    found = PreTrainedTokenizerFast(
+    found = transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token="<s>", eos_token="<|end|>", pad_token="<pad>", **more
     )
     found.chat_template = template
     return found
 
 
-def ids(tok: PreTrainedTokenizerFast, text: str) -> list[int]:
+def ids(tok: transformers.PreTrainedTokenizerFast, text: str) -> list[int]:
     return list(tok(text, add_special_tokens=False)["input_ids"])
 
 

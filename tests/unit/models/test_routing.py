@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from dovetail.manifest.types import ScratchModel, Stage
 from dovetail.models import PipelineStage, build_stage
@@ -18,9 +17,11 @@ from dovetail.protocol.messages import Load, ModelRef
 from dovetail.protocol.wire import pack, unpack
 from dovetail.trainer.engine.split_backward import backward_input, backward_weights
 from helpers.family_models import ref
+from helpers.lazy import Lazy
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import VOCABULARY, job, load_command, ppo_batch
 
+qwen3_moe = Lazy("transformers.models.qwen3_moe.modeling_qwen3_moe")
 FAMILIES = ("qwen3_moe", "gpt_oss")
 LENGTHS = (7, 4)
 
@@ -149,7 +150,7 @@ def test_the_load_balancing_loss_is_transformers_own_of_each_layer(family: str) 
         for layer in whole.body.layers.values()
     ]
     output = run([whole], tokens, None)
-    wanted = torch.stack([load_balancing_loss_func((each,), 4, 2) for each in logits]).mean()
+    wanted = torch.stack([qwen3_moe.load_balancing_loss_func((each,), 4, 2) for each in logits]).mean()
     (output.square().mean() + 0.1 * wanted).backward()
     gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
     for hook in hooks:
@@ -168,7 +169,7 @@ def test_the_load_balancing_loss_is_transformers_own_of_each_layer(family: str) 
     layers = len(logits)
     # A layer that runs again for its backward pass is counted twice.
     assert sum(passes for _, passes in found) > layers
-    last = [load_balancing_loss_func((each.detach(),), 4, 2) for each in logits[-found[1][1] :]]
+    last = [qwen3_moe.load_balancing_loss_func((each.detach(),), 4, 2) for each in logits[-found[1][1] :]]
     assert found[1][0] == pytest.approx(float(sum(last)))
     for half in halves:
         for name, parameter in half.named_parameters():

@@ -14,8 +14,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import transformers
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from dovetail.coordinator.data import formats
 from dovetail.coordinator.data.data_error import DataError
@@ -164,9 +164,11 @@ def test_a_model_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     exec(section("A model family")["python"], found)
     monkeypatch.setitem(MODEL_FAMILIES, "smollm3", found["SMOLLM3"])
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = AutoConfig.for_model("smollm3", **sizes, num_key_value_heads=2, vocab_size=64, pad_token_id=None)
+    config = transformers.AutoConfig.for_model(
+        "smollm3", **sizes, num_key_value_heads=2, vocab_size=64, pad_token_id=None
+    )
     torch.manual_seed(0)
-    whole = AutoModelForCausalLM.from_config(config).eval()
+    whole = transformers.AutoModelForCausalLM.from_config(config).eval()
     whole.save_pretrained(tmp_path)
     ref = ModelRef(head="lm", path=str(tmp_path), scratch=None, seed=0, tokenizer=None)
     first, last = (build_stage(ref, rank, 2) for rank in range(2))
