@@ -1,5 +1,5 @@
 # make install | demo | drill | test | test-fast | test-nightly | same-bits | lint | generate | requirements | bench-...
-# Needs python3.11 and the package registry that pip is configured for; everything goes into .venv.
+# Needs Python 3.11, 3.12 or 3.13 and the package registry that pip is configured for; everything goes into .venv.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
@@ -7,7 +7,9 @@ SHELL := /bin/bash
 # Some machines turn Python's cache of compiled modules off. Every process would then compile what it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-PYTHON ?= python3.11
+ifndef PYTHON
+PYTHON := $(shell for v in 3.11 3.12 3.13; do python$$v -c "" 2>/dev/null && echo python$$v && break; done)
+endif
 VENV := .venv
 BIN := $(VENV)/bin
 UV_VERSION := 0.13.9
@@ -31,6 +33,7 @@ help: ## Show the targets
 install: $(STAMP) ## Install into .venv; does nothing when that is current
 
 $(BIN)/uv:
+	@test -n "$(PYTHON)" || { echo "no python3.11, python3.12 or python3.13 here; or give PYTHON=/path/to/one"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt
 

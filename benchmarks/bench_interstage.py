@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_interstage_paper import MODELS, profile
 from interstage.stage import Measured, Rule, alike, decided, emulated, instances, learn, lengths_of, measure, memory
 
 from dovetail.coordinator.samples.fusion.threshold import Decision, ThresholdController
@@ -40,6 +39,9 @@ from dovetail.coordinator.store.samples import NewSample
 from dovetail.fusion.profile import StageProfile
 from dovetail.fusion.stage import StagePrediction, scan
 from dovetail.protocol.budgets import RESPONSE_BLOCK
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "research"))
+from bench_interstage_paper import MODELS, profile
 
 PROMPT, MAX_TOKENS, SAMPLES = 128, 1024, 16
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)

@@ -40,7 +40,8 @@ TOGETHER = {
         ),
     ),
     "vllm": (
-        *("rollout/test_compat.py", "rollout/test_kv_connector.py", "rollout/test_rollout_rows.py"),
+        *("rollout/test_compat.py", "rollout/test_kv_connector.py", "rollout/test_model_infos.py"),
+        "rollout/test_rollout_rows.py",
         *("rollout/test_rollout_sampler.py", "planner/test_server_degrees.py"),
     ),
 }
