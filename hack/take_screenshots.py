@@ -1,4 +1,5 @@
-"""Takes the pictures of docs/run-page.md. They show the demo's runs in Chromium, light and dark, wide and narrow.
+"""Takes the pictures of docs/run-page.md and of the README. They show the demo's runs in Chromium, light and dark, wide
+and narrow.
 
 python hack/take_screenshots.py [CHROMIUM]"""
 
@@ -10,11 +11,13 @@ from io import BytesIO
 from pathlib import Path
 
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
+from dovetail.coordinator.reporting.report.report import write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 TARGET = ROOT / "docs" / "images"
 WIDE, NARROW = {"width": 1000, "height": 680}, {"width": 400, "height": 700}
+TALL = {"width": 1150, "height": 860}
 # The number of colours of a picture. A page has few, and so the file becomes a third as large.
 COLOURS = 96
 
@@ -40,9 +43,11 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
 
         def take(name: str, path: str, ready: str, size: dict[str, int] = WIDE, dark: bool = False) -> None:
-            scheme = "dark" if dark else "light"
+            shoot(name, f"{server.url}/?token={TOKEN}#/{path}", ready, size, "dark" if dark else "light")
+
+        def shoot(name: str, address: str, ready: str, size: dict[str, int], scheme: str) -> None:
             page = browser.new_page(viewport=size, color_scheme=scheme)  # type: ignore[arg-type]
-            page.goto(f"{server.url}/?token={TOKEN}#/{path}")
+            page.goto(address)
             page.locator(ready).first.wait_for()
             image = Image.open(BytesIO(page.screenshot())).convert("RGB")
             image.quantize(COLOURS, dither=Image.Dither.NONE).save(TARGET / f"run-page-{name}.png", optimize=True)
@@ -58,6 +63,7 @@ def main() -> None:
         take("narrow", f"run/{run.name}/samples", "table", size=NARROW)
         names = "/".join(path.name for path in sorted(run.parent.iterdir()))
         take("compare", f"compare/{names}", "svg[data-chart] path")
+        shoot("report", write_report(run).as_uri(), "svg[data-chart] path", TALL, "light")
         browser.close()
         server.close()
 
