@@ -235,7 +235,6 @@ FREE = [
     {"suspend": True},
     {"retry": 1},
     {"suspend": True, "groups.1.image": "x", "groups.1.preemptible": True, "groups.0.podTemplate": {"spec": {"x": 1}}},
-    {"suspend": True, "groups.0.replicas": 4},
     {"groups.1.replicas": 5},
     {"groups.1.minReplicas": 1, "groups.1.maxReplicas": 9},
     {"checkpoint.everySteps": 9, "checkpoint.keep": 9},
@@ -254,19 +253,22 @@ def planned(server):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "what"),
     [
-        {"groups.1.image": "x"},
-        {"groups.1.podTemplate": {"spec": {"x": 1}}},
-        {"groups.1.preemptible": True},
-        {"groups.0.replicas": 4},
+        ({"groups.1.image": "x"}, "image of a group in spec.groups"),
+        ({"groups.1.podTemplate": {"spec": {"x": 1}}}, "podTemplate of a group in spec.groups"),
+        ({"groups.1.preemptible": True}, "preemptible of a group in spec.groups"),
+        ({"groups.0.replicas": 4}, "replicas of a trainer group in spec.groups"),
+        ({"coordinator": {"image": "x"}}, "spec.coordinator"),
+        ({"coordinator": {"podTemplate": {"spec": {"x": 1}}}}, "spec.coordinator"),
+        ({"hub": {"timeoutSeconds": 9}}, "spec.hub"),
     ],
+    ids=str,
 )
-def test_what_a_job_cannot_change_while_it_may_run(dry_run, planned, changes):
-    (name,) = (path.rpartition(".")[2] for path in changes)
-    whose = "a trainer group" if name == "replicas" else "a group"
-    said = f"{name} of {whose} in spec.groups cannot change while the job may run; set spec.suspend to true first."
+def test_what_a_job_cannot_change_while_it_may_run(dry_run, planned, changes, what):
+    said = f"{what} cannot change while the job may run; set spec.suspend to true first."
     assert said in dry_run.apply(changed(**changes), planned)
+    assert dry_run.apply(changed(suspend=True, **changes), planned) == ""
 
 
 @pytest.mark.parametrize(("changes", "what"), FIXED, ids=[f"{w} {i}" for i, (_, w) in enumerate(FIXED)])

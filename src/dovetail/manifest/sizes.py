@@ -12,8 +12,8 @@ def world_size(layout: Parallelism) -> int:
 
 
 def pod_count(group: Group) -> int:
-    """The number of pods that a group starts with. It is replicas, or else minReplicas, or else 1."""
-    return group.replicas or group.min_replicas or 1
+    """The number of pods that a group starts with."""
+    return group.pods
 
 
 def relays_weights(spec: RLHFJobSpec, group: Group) -> bool:

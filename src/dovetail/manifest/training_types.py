@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from dovetail.manifest.base import Callable_, Fraction, LossName, Model, Path_, PositiveFloat, PositiveInt
+from dovetail.manifest.policy import WHEN_RESUMED, Policy, fixed
 
 # TRL uses this value, and so do shared-body setups after InstructGPT.
 SHARED_VALUE_COEF = 0.1
@@ -23,7 +24,9 @@ _AS_MANY = "as many tokens as microBatchSize of the longest {what} have."
 class Optimizer(Model):
     """AdamW and its learning-rate schedule."""
 
-    learning_rate: PositiveFloat = Field(default=1e-5, description="Peak learning rate, reached after warm-up.")
+    learning_rate: Annotated[PositiveFloat, WHEN_RESUMED] = Field(
+        default=1e-5, description="Peak learning rate, reached after warm-up."
+    )
     beta1: Fraction = Field(default=0.9, description="Decay of the first moment.")
     beta2: Fraction = Field(default=0.95, description="Decay of the second moment.")
     eps: PositiveFloat = Field(default=1e-8, description="Added to the root of the second moment.")
@@ -40,13 +43,20 @@ class Optimizer(Model):
     offload: bool = Field(default=False, description="Keep optimizer state in host memory between steps.")
 
 
+_NOT_EXTENDED = fixed(
+    "SFT, reward-model training and DPO cannot be extended (of the stages only ppo can, by spec.ppo.iterations)"
+)
+
+
 class Supervised(Model):
     """Training on batches of records: SFT, the reward model, DPO."""
 
-    steps: PositiveInt | None = Field(
+    steps: Annotated[PositiveInt | None, _NOT_EXTENDED] = Field(
         default=None, description="Optimizer steps; default: one pass over the data times epochs."
     )
-    epochs: PositiveInt = Field(default=1, description="Passes over the data when `steps` is not given.")
+    epochs: Annotated[PositiveInt, _NOT_EXTENDED] = Field(
+        default=1, description="Passes over the data when `steps` is not given."
+    )
     batch_size: PositiveInt = Field(
         default=32,
         description="Sequences (or pairs) per optimizer step, all ranks together. A multiple of microBatchSize * dp.",
@@ -62,7 +72,9 @@ class Supervised(Model):
 class DPOOptimizer(Optimizer):
     """AdamW with the learning rate that TRL takes for DPO."""
 
-    learning_rate: PositiveFloat = Field(default=1e-6, description="Peak learning rate, reached after warm-up.")
+    learning_rate: Annotated[PositiveFloat, WHEN_RESUMED] = Field(
+        default=1e-6, description="Peak learning rate, reached after warm-up."
+    )
 
 
 class DPO(Supervised):
@@ -88,10 +100,13 @@ class DPO(Supervised):
     optimizer: DPOOptimizer = Field(default_factory=DPOOptimizer, description="Optimizer and learning rate.")
 
 
+_NOT_FROM_0 = Policy(True, "never", "with 0 no reference has scored the run's samples", not_from=0)
+
+
 class KL(Model):
     """KL penalty against the reference."""
 
-    coef: float = Field(
+    coef: Annotated[float, _NOT_FROM_0] = Field(
         default=0.05,
         ge=0,
         description="Coefficient, or its start value when a target is given. With 0 no reference is loaded and no KL "
@@ -103,11 +118,13 @@ class KL(Model):
         description="Reward: subtracted from each token's reward. Loss: a term of the policy's loss. Auto: Loss with "
         "grpo, which divides rewards by their deviation, else Reward.",
     )
-    target: PositiveFloat | None = Field(
+    target: Annotated[PositiveFloat | None, WHEN_RESUMED] = Field(
         default=None,
         description="Per-sample KL, nats, that the adaptive controller aims for (Ziegler et al. 2019); null: fixed.",
     )
-    horizon: PositiveInt = Field(default=10_000, description="Samples over which the adaptive controller corrects.")
+    horizon: Annotated[PositiveInt, WHEN_RESUMED] = Field(
+        default=10_000, description="Samples over which the adaptive controller corrects."
+    )
     estimator: Literal["Auto", "k1", "k2", "k3"] = Field(
         default="Auto",
         description="Per-token estimator (Schulman 2020): k1 in the reward, k2 or k3 in the loss (k3 with the gradient "
@@ -156,8 +173,10 @@ def kept_versions(lag: int) -> int:
 class PPO(Model):
     """Reinforcement learning: batch sizes, advantages, losses and optimizers."""
 
-    iterations: PositiveInt = Field(default=100, description="Iterations: generate, score, train, publish weights.")
-    global_batch_size: PositiveInt = Field(
+    iterations: Annotated[PositiveInt, WHEN_RESUMED] = Field(
+        default=100, description="Iterations: generate, score, train, publish weights."
+    )
+    global_batch_size: Annotated[PositiveInt, fixed("stored batches have this size")] = Field(
         default=64, description="Samples per iteration: prompts times samplesPerPrompt."
     )
     samples_per_prompt: PositiveInt = Field(
@@ -173,7 +192,7 @@ class PPO(Model):
         ),
     )
     epochs: PositiveInt = Field(default=1, description="Passes over an iteration's samples.")
-    lag: Lag = Field(
+    lag: Annotated[Lag, fixed("samples under way were drawn with the weights that it names")] = Field(
         default=0,
         description="How many steps the weights that draw an iteration's samples lie behind. 0: generation and "
         "training take turns. L: generation of the next L iterations runs while the trainers learn; see docs/async.md. "
@@ -202,12 +221,12 @@ class PPO(Model):
         "module:callable; see docs/extending.md. lossAggregation, importanceSampling, kl and entropyCoef apply to "
         "every loss.",
     )
-    import_path: Path_ | None = Field(
+    import_path: Annotated[Path_ | None, WHEN_RESUMED] = Field(
         default=None,
         description="Folder that advantageFunction and loss are imported from; default: the manifest's, in pods the "
         "working directory. PYTHONPATH comes after it.",
     )
-    timeout_seconds: PositiveFloat = Field(
+    timeout_seconds: Annotated[PositiveFloat, WHEN_RESUMED] = Field(
         default=600.0,
         description="Time limit of one call of advantageFunction, or of a loss that is a function, in trainers, and of "
         "their import. The job ends if one takes longer.",

@@ -24,6 +24,7 @@ from dovetail.manifest.base import (
     Text,
 )
 from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.policy import ANYTIME, WHEN_RESUMED, WHEN_SUSPENDED, NoEffect, OnCluster, fixed
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.training_types import DPO, KL, PPO, Generation, ImportanceSampling, Optimizer, Supervised
 
@@ -157,7 +158,9 @@ class ModelSource(Model):
         "found first.",
     )
     path: Path_ | None = Field(default=None, description="Folder in Hugging Face format (safetensors weights).")
-    pvc: Path_ | None = Field(default=None, description="claim/path: a folder on a PersistentVolumeClaim.")
+    pvc: Annotated[Path_ | None, OnCluster("use path or huggingFace; the run will fail")] = Field(
+        default=None, description="claim/path: a folder on a PersistentVolumeClaim."
+    )
     scratch: ScratchModel | None = Field(default=None, description="Random weights of the given configuration.")
 
 
@@ -251,16 +254,18 @@ class RewardModel(TrainedModel):
         max_length=16,
         description="Several functions in place of one. The score is their weighted sum, and each is reported.",
     )
-    import_path: Path_ | None = Field(
+    import_path: Annotated[Path_ | None, WHEN_RESUMED] = Field(
         default=None,
         description="Folder that functions are imported from; default: the manifest's, in pods the working directory. "
         "PYTHONPATH comes after it.",
     )
-    code: RewardCode | None = Field(
+    code: Annotated[RewardCode | None, WHEN_RESUMED, OnCluster("functions are imported from importPath")] = Field(
         default=None, description="On a cluster, in place of importPath: a ConfigMap or a claim with the functions."
     )
-    workers: int = Field(default=2, ge=1, le=256, description="Largest number of processes that call functions.")
-    timeout_seconds: PositiveFloat = Field(
+    workers: Annotated[int, WHEN_RESUMED] = Field(
+        default=2, ge=1, le=256, description="Largest number of processes that call functions."
+    )
+    timeout_seconds: Annotated[PositiveFloat, WHEN_RESUMED] = Field(
         default=120.0, description="Time limit of one call of a function. A process that exceeds it is replaced."
     )
 
@@ -272,11 +277,24 @@ class RewardModel(TrainedModel):
         return list(self.functions or [])
 
 
+class ReferenceModel(TrainedModel):
+    """The reference, which is not trained."""
+
+    dtype: Annotated[Dtype, NoEffect("scorers compute in float32 on CPUs and bfloat16 on GPUs")] = Field(
+        default=Dtype.AUTO, description="Scorers compute in float32 on CPUs and in bfloat16 on GPUs, whatever it says."
+    )
+
+
+_USE_PATH = OnCluster("use path; the run will fail")
+
+
 class Tokenizer(Model):
     """The tokenizer of every model of the job; by default the actor source's own."""
 
     path: Path_ | None = Field(default=None, description="Folder or hub name of a Hugging Face tokenizer.")
-    pvc: Path_ | None = Field(default=None, description="claim/path: its folder on a PersistentVolumeClaim.")
+    pvc: Annotated[Path_ | None, _USE_PATH] = Field(
+        default=None, description="claim/path: its folder on a PersistentVolumeClaim."
+    )
     train: TokenizerTraining | None = Field(default=None, description="Train one on the job's data (scratch models).")
 
 
@@ -289,8 +307,8 @@ class Models(Model):
         description="Default source: the reward model's weights, or the actor's with a reward function.",
     )
     reward: RewardModel = Field(default_factory=RewardModel, description="Default source: the actor's, after SFT.")
-    reference: TrainedModel = Field(
-        default_factory=TrainedModel, description="Default source: the actor at the start of PPO."
+    reference: ReferenceModel = Field(
+        default_factory=ReferenceModel, description="Default source: the actor at the start of PPO."
     )
     tokenizer: Tokenizer = Field(default_factory=Tokenizer, description="Default: the actor source's own.")
 
@@ -318,7 +336,9 @@ class DataSource(Model):
         default=None,
         description="A .jsonl, .json, .csv, .tsv or .parquet file, or a folder of them; text files may end in .gz.",
     )
-    pvc: Path_ | None = Field(default=None, description="claim/path: such a file or folder on a PersistentVolumeClaim.")
+    pvc: Annotated[Path_ | None, _USE_PATH] = Field(
+        default=None, description="claim/path: such a file or folder on a PersistentVolumeClaim."
+    )
     synthetic: SyntheticData | None = Field(default=None, description="Generate the records.")
     revision: Text | None = Field(
         default=None, description="Branch, tag or commit of the hub data set; default: the newest."
@@ -463,42 +483,56 @@ Degree = Annotated[int, Field(ge=1, le=4096)]
 class Group(Model):
     """Pods of one kind. A trainer group's pod runs one rank for each GPU, a rollout group's pod one vLLM server."""
 
-    name: Name = Field(description="Lower-case letters, digits and dashes; part of process and pod names.")
-    roles: list[Role] = Field(
+    name: Annotated[Name, WHEN_RESUMED] = Field(
+        description="Lower-case letters, digits and dashes; part of process and pod names."
+    )
+    roles: Annotated[list[Role], WHEN_RESUMED] = Field(
         min_length=1,
         max_length=2,
         description="trainer, rollout, or both: the same pods take turns (colocated).",
         json_schema_extra={"x-kubernetes-list-type": "set"},
     )
-    gpu: GroupGPU = Field(default_factory=GroupGPU, description="Accelerators; default: none, a CPU group.")
+    gpu: Annotated[GroupGPU, WHEN_RESUMED] = Field(
+        default_factory=GroupGPU, description="Accelerators; default: none, a CPU group."
+    )
     replicas: PodCount | None = Field(default=None, description="Pods; default: minReplicas, else 1.")
     min_replicas: PodCount | None = Field(
         default=None, description="Smallest number of rollout pods with which the job runs."
     )
-    max_replicas: PodCount | None = Field(
+    max_replicas: Annotated[
+        PodCount | None,
+        OnCluster("the group keeps the number of pods it starts with", lambda group: group.max_replicas > group.pods),
+    ] = Field(
         default=None, description="Largest number of rollout pods. Those beyond minReplicas start when nodes have room."
     )
-    dtype: Dtype = Field(
+    dtype: Annotated[Dtype, WHEN_RESUMED] = Field(
         default=Dtype.AUTO,
         description="Data type of the rollouts' weights. Auto: bfloat16 on GPUs, float16 on GPUs that have no bfloat16 "
         "(V100, T4), float32 on CPUs.",
     )
-    image: Text | None = Field(
+    image: Annotated[Text | None, WHEN_SUSPENDED, OnCluster("processes run from this machine's Python")] = Field(
         default=None,
         description="Container image of the group's pods. Without it: the operator's, whose torch has kernels for "
         "compute capability 7.5 (T4) and later. A V100 needs an image of its own.",
     )
-    preemptible: bool = Field(
+    preemptible: Annotated[bool, WHEN_SUSPENDED] = Field(
         default=False,
         description="The pods may run on nodes that the cloud takes back after a short notice (spot). They tolerate "
         "the taints of such nodes in GKE, EKS, AKS and Karpenter, prefer these nodes, and end within 25 s of a notice.",
     )
-    vllm_args: list[Text] = Field(
+    vllm_args: Annotated[list[Text], WHEN_RESUMED] = Field(
         default_factory=list,
         max_length=64,
         description="Further arguments for the vLLM server. They take precedence over ours.",
     )
-    pod_template: dict[str, Any] = Field(default_factory=dict, description="Strategic merge patch of the pod template.")
+    pod_template: Annotated[dict[str, Any], WHEN_SUSPENDED, OnCluster("there are no pods to patch")] = Field(
+        default_factory=dict, description="Strategic merge patch of the pod template."
+    )
+
+    @property
+    def pods(self) -> int:
+        """The number of pods that the group starts with."""
+        return self.replicas or self.min_replicas or 1
 
     @property
     def colocated(self) -> bool:
@@ -511,15 +545,20 @@ class Group(Model):
         return self.gpu.product is None or self.gpu.per_pod == 0
 
 
+_NO_POD = OnCluster("there is no pod of the coordinator")
+
+
 class Coordinator(Model):
     """The pod that runs the job's loop, reads its data, downloads its models and calls its reward functions."""
 
-    image: Text | None = Field(
+    image: Annotated[Text | None, _NO_POD] = Field(
         default=None,
         description="Its container image; default: the operator's. An image of your own, made from that one, may hold "
         "reward functions and the packages that they need.",
     )
-    pod_template: dict[str, Any] = Field(default_factory=dict, description="Strategic merge patch of the pod template.")
+    pod_template: Annotated[dict[str, Any], _NO_POD] = Field(
+        default_factory=dict, description="Strategic merge patch of the pod template."
+    )
 
 
 class SecretKey(Model):
@@ -531,15 +570,18 @@ class SecretKey(Model):
     )
 
 
+_OWN_HUB = OnCluster("this machine's own token and cache are used")
+
+
 class HubAccess(Model):
     """How models and data sets of a Hugging Face hub are fetched. HF_ENDPOINT names another hub than the public one."""
 
-    token_secret: SecretKey | None = Field(
+    token_secret: Annotated[SecretKey | None, _OWN_HUB] = Field(
         default=None,
         description="On a cluster: the access token for private and gated repositories. Only the coordinator's pod "
         "gets it. On one machine: log in with `hf auth login`, or set HF_TOKEN.",
     )
-    cache_claim: Name | None = Field(
+    cache_claim: Annotated[Name | None, _OWN_HUB] = Field(
         default=None,
         description="On a cluster: a PersistentVolumeClaim with a hub cache (HF_HUB_CACHE), which all pods read. What "
         "it lacks is downloaded to the job's volume.",
@@ -562,6 +604,9 @@ class ParallelismByModel(Model):
 
     actor: Parallelism = Field(description="Layout of the actor's training, in SFT and PPO.")
     critic: Parallelism | None = Field(default=None, description="Default: the actor's.")
+
+
+_SUM_ORDER = fixed("it says in which order gradients are added up")
 
 
 class PlanPins(Model):
@@ -596,7 +641,7 @@ class PlanPins(Model):
         "other activations again in the backward pass. The weights are the same, with less memory and a third more "
         "time. Auto: only where training does not fit otherwise.",
     )
-    zero3: Literal["Auto", "Always", "Never"] = Field(
+    zero3: Annotated[Literal["Auto", "Always", "Never"], _SUM_ORDER] = Field(
         default="Auto",
         description="ZeRO-3: data-parallel ranks gather each layer's weights when a pass comes to it, and share the "
         "sum of gradients between micro-batches too. It needs less memory than gathering them once a step, and more "
@@ -634,11 +679,13 @@ class Trainer(Model):
 class Checkpoint(Model):
     """When to save everything, and where."""
 
-    every_steps: PositiveInt = Field(
+    every_steps: Annotated[PositiveInt, ANYTIME] = Field(
         default=1, description="PPO iterations (and tens of SFT and reward steps) between checkpoints."
     )
-    keep: PositiveInt = Field(default=2, description="Checkpoints to keep of a stage.")
-    volume: Name | None = Field(default=None, description="PersistentVolumeClaim for the job's files on a cluster.")
+    keep: Annotated[PositiveInt, ANYTIME] = Field(default=2, description="Checkpoints to keep of a stage.")
+    volume: Annotated[
+        Name | None, fixed("the run's files are there"), OnCluster("checkpoints go to the run directory")
+    ] = Field(default=None, description="PersistentVolumeClaim for the job's files on a cluster.")
 
 
 class Storage(Model):
@@ -650,7 +697,7 @@ class Storage(Model):
         "when the job is deleted. Keep: it stays, with the models and checkpoints in it. Delete: it is deleted as "
         "well.",
     )
-    folder: Folder | None = Field(
+    folder: Annotated[Folder | None, WHEN_RESUMED] = Field(
         default=None,
         description="Folder of the claim that the job writes to. If an earlier job left a run there, this job goes on "
         "with it; another folder starts anew. null: a new folder, named after the job and its uid, also on "
@@ -691,7 +738,7 @@ class Output(Model):
         default=None,
         description="A folder. A model that this run has copied there is replaced, and nothing else.",
     )
-    pvc: Path_ | None = Field(
+    pvc: Annotated[Path_ | None, OnCluster("use path or s3; nothing is copied")] = Field(
         default=None, description="claim/path: a folder on a PersistentVolumeClaim, which the coordinator's pod mounts."
     )
     s3: ObjectStorage | None = Field(default=None, description="Object storage.")
@@ -730,7 +777,7 @@ class FailurePolicy(Model):
         description="What happens after an unhealthy PPO iteration (docs/health.md): a warning, or the end of the "
         "run. If rollouts and trainers disagree about log-probabilities, the run always ends.",
     )
-    start_timeout_seconds: PositiveInt | None = Field(
+    start_timeout_seconds: Annotated[PositiveInt | None, OnCluster("processes start at once or fail")] = Field(
         default=None,
         description="On a cluster: the job fails when a pod that it cannot start without waits longer than this for "
         "a node or an image, or may not be made. Until the job has run, the time counts from when it wants pods. "
@@ -772,79 +819,104 @@ class Tracker(Model):
         description="The server: W&B's, MLflow's tracking URI, Trackio's, or the collector's (http://host:4318). "
         "Default: what the client takes from its environment variables.",
     )
-    secret: ObjectName | None = Field(
+    secret: Annotated[ObjectName | None, OnCluster("set its environment variables yourself")] = Field(
         default=None,
         description="On a cluster: a Secret whose keys become environment variables of the coordinator's pod, such as "
         "WANDB_API_KEY. On one machine: set them yourself.",
     )
 
 
+_COUNTED = fixed("the stage's steps and batches are counted in it")
+
+
 class RLHFJobSpec(Model):
     """The stages, models, data and pods of a job."""
 
-    suspend: bool = Field(
+    suspend: Annotated[bool, ANYTIME, OnCluster("the job starts all the same")] = Field(
         default=False, description="True: none of the job's pods run. Queues such as Kueue set this field."
     )
-    retry: int = Field(
+    retry: Annotated[int, ANYTIME] = Field(
         default=0,
         ge=0,
         le=2**31 - 1,
         description="On a cluster: raise this number to start a failed job again, from its last checkpoint. It means "
         "nothing while a job has not failed.",
     )
-    managed_by: ControllerName | None = Field(
+    managed_by: Annotated[ControllerName | None, WHEN_RESUMED] = Field(
         default=None,
         description="The controller that runs the job, such as kueue.x-k8s.io/multikueue. The operator leaves a job of "
         "another controller alone, and its status is what that controller writes. Default: dovetail.dev/operator.",
     )
-    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of all random numbers of the job.")
-    stages: list[Stage] = Field(
+    seed: Annotated[int, fixed("everything random in the run so far came from it")] = Field(
+        default=0, ge=0, le=2**31 - 1, description="Seed of all random numbers of the job."
+    )
+    stages: Annotated[list[Stage], fixed("each stage began from the result of the one before")] = Field(
         default_factory=lambda: [Stage.SFT, Stage.REWARD, Stage.PPO],
         min_length=1,
         max_length=4,
         description="Any of sft, reward, ppo, in this order, or dpo alone or after sft; each stage's result feeds the "
         "next.",
     )
-    models: Models = Field(default_factory=Models, description="Actor, critic, reward, reference and tokenizer.")
-    data: Data = Field(default_factory=Data, description="Demonstrations, preferences and prompts.")
-    sft: Supervised = Field(default_factory=Supervised, description="Supervised fine-tuning.")
-    reward: Supervised = Field(default_factory=Supervised, description="Reward-model training.")
-    dpo: DPO = Field(default_factory=DPO, description="Learning from preferences without a reward model.")
+    models: Annotated[Models, fixed("the weights so far belong to these models")] = Field(
+        default_factory=Models, description="Actor, critic, reward, reference and tokenizer."
+    )
+    data: Annotated[Data, fixed("the records of each step were drawn from this data")] = Field(
+        default_factory=Data, description="Demonstrations, preferences and prompts."
+    )
+    sft: Annotated[Supervised, _COUNTED] = Field(default_factory=Supervised, description="Supervised fine-tuning.")
+    reward: Annotated[Supervised, _COUNTED] = Field(default_factory=Supervised, description="Reward-model training.")
+    dpo: Annotated[DPO, _COUNTED] = Field(
+        default_factory=DPO, description="Learning from preferences without a reward model."
+    )
     ppo: PPO = Field(default_factory=PPO, description="Reinforcement learning.")
-    generation: Generation = Field(default_factory=Generation, description="How rollouts generate responses.")
-    evaluation: Evaluation = Field(
+    generation: Annotated[Generation, fixed("samples under way were begun with it")] = Field(
+        default_factory=Generation, description="How rollouts generate responses."
+    )
+    evaluation: Annotated[Evaluation, WHEN_RESUMED] = Field(
         default_factory=Evaluation, description="How the policy is measured on prompts that it does not train on."
     )
-    groups: list[Group] = Field(
+    groups: Annotated[list[Group], ANYTIME] = Field(
         min_length=1,
         max_length=32,
         description="The pods, by kind of hardware.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
-    coordinator: Coordinator = Field(default_factory=Coordinator, description="The coordinator's pod on a cluster.")
-    hub: HubAccess = Field(default_factory=HubAccess, description="How models and data sets of a hub are fetched.")
-    plan: PlanPins = Field(default_factory=PlanPins, description="Decisions that the planner must not change.")
+    coordinator: Annotated[Coordinator, WHEN_SUSPENDED] = Field(
+        default_factory=Coordinator, description="The coordinator's pod on a cluster."
+    )
+    hub: Annotated[HubAccess, WHEN_SUSPENDED] = Field(
+        default_factory=HubAccess, description="How models and data sets of a hub are fetched."
+    )
+    plan: Annotated[PlanPins, WHEN_RESUMED] = Field(
+        default_factory=PlanPins, description="Decisions that the planner must not change."
+    )
     trainer: Trainer = Field(default_factory=Trainer, description="How trainer ranks compute on GPUs.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When to save, and where.")
-    storage: Storage = Field(default_factory=Storage, description="What becomes of the job's files on a cluster.")
-    output: Output | None = Field(
+    storage: Annotated[Storage, ANYTIME, OnCluster("the run directory is kept; --resume goes on with it")] = Field(
+        default_factory=Storage, description="What becomes of the job's files on a cluster."
+    )
+    output: Annotated[Output | None, WHEN_RESUMED] = Field(
         default=None, description="Where the trained models are copied when the job is done. null: nowhere."
     )
-    failure_policy: FailurePolicy = Field(default_factory=FailurePolicy, description="Which failures the job survives.")
-    samples: SampleLog = Field(default_factory=SampleLog, description="Which responses are kept and shown as text.")
-    trackers: list[Tracker] = Field(
+    failure_policy: Annotated[FailurePolicy, ANYTIME] = Field(
+        default_factory=FailurePolicy, description="Which failures the job survives."
+    )
+    samples: Annotated[SampleLog, ANYTIME] = Field(
+        default_factory=SampleLog, description="Which responses are kept and shown as text."
+    )
+    trackers: Annotated[list[Tracker], WHEN_SUSPENDED] = Field(
         default_factory=list,
         max_length=8,
         description="Where the run's metrics are sent, beside the TensorBoard files of every run.",
     )
-    active_deadline_seconds: PositiveInt | None = Field(
+    active_deadline_seconds: Annotated[PositiveInt | None, ANYTIME] = Field(
         default=None,
         description="The job fails when it has run for this many seconds, restarts included. On one machine all "
         "resumes count.",
     )
-    ttl_seconds_after_finished: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description="Delete the job this long after it finished."
-    )
+    ttl_seconds_after_finished: Annotated[
+        Annotated[int, Field(ge=0)] | None, ANYTIME, OnCluster("the run directory is kept")
+    ] = Field(default=None, description="Delete the job this long after it finished.")
 
     def supervised(self, stage: Stage) -> Supervised:
         """The settings of a stage other than PPO."""

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from dovetail.manifest.checks.cel import CelRule
-from dovetail.manifest.checks.immutable import CHANGEABLE, FIXED, FIXED_IF_SET, TRANSITION_RULES
+from dovetail.manifest.checks.immutable import TRANSITION_RULES
 from dovetail.manifest.checks.name_rules import NAME_RULES
 from dovetail.manifest.checks.rules import CEL_RULES
 from dovetail.manifest.describe.crd import crd
@@ -23,14 +23,27 @@ def validations(node=ROOT, path=""):
         yield from validations(node["items"], f"{path}[]")
 
 
-def test_every_field_of_spec_is_fixed_or_may_change():
-    assert sorted(FIXED + FIXED_IF_SET + CHANGEABLE) == sorted(ROOT["properties"]["spec"]["properties"])
+def transition_rules(field):
+    return [rule.message for rule in TRANSITION_RULES if rule.field == field]
 
 
-def test_every_field_of_a_group_is_fixed_or_a_number_of_pods():
-    fields = set(ROOT["properties"]["spec"]["properties"]["groups"]["items"]["properties"])
-    fixed = set(re.findall(r"\bg\.(\w+)", " ".join(rule.rule for rule in TRANSITION_RULES)))
-    assert fields - fixed == {"minReplicas", "maxReplicas"}
+def test_policies_become_transition_rules():
+    again = "cannot change once the job is planned; delete the job and create it anew."
+    suspended = "cannot change while the job may run; set spec.suspend to true first."
+    assert transition_rules(".spec.ppo") == [f"spec.ppo {again}"]
+    assert transition_rules(".spec.output") == [f"spec.output {again}"]
+    assert transition_rules(".spec.checkpoint.volume") == [f"spec.checkpoint.volume {again}"]
+    assert transition_rules(".spec.hub") == [f"spec.hub {suspended}"]
+    for free in ("suspend", "retry", "samples", "failurePolicy", "checkpoint", "checkpoint.keep", "storage"):
+        assert transition_rules(f".spec.{free}") == []
+    assert sorted(transition_rules(".spec.groups")) == sorted(
+        [
+            f"The list of names in spec.groups {again}",
+            f"replicas of a trainer group in spec.groups {suspended}",
+            *(f"{name} of a group in spec.groups {again}" for name in ("roles", "gpu", "dtype", "vllmArgs")),
+            *(f"{name} of a group in spec.groups {suspended}" for name in ("image", "preemptible", "podTemplate")),
+        ]
+    )
 
 
 def test_only_transition_rules_look_back():

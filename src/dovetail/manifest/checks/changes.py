@@ -1,4 +1,5 @@
-"""Says which fields of a manifest may change when its run is resumed. The functions are pure."""
+"""Finds what changed in a manifest since its run began, and says whether a resumed run may have the change: by the
+policies of `dovetail.manifest.types`."""
 
 from __future__ import annotations
 
@@ -11,70 +12,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dovetail.manifest.policy import at_path, resumable
 from dovetail.manifest.reward import reward_clip
 from dovetail.manifest.types import RLHFJobSpec
 
-# None of these alters what the run has done so far. Learning rates and numbers of iterations are kept for each step, so
-# that a step that is run again (from a checkpoint) is run as it was. Other groups and another plan only add up
-# gradients in another order: from the last checkpoint on, weights differ by rounding.
-CHANGEABLE = (
-    "managedBy",
-    "suspend",
-    "retry",
-    "activeDeadlineSeconds",
-    "ttlSecondsAfterFinished",
-    "failurePolicy",
-    "checkpoint.everySteps",
-    "checkpoint.keep",
-    "storage",
-    "output",
-    "samples",
-    "evaluation",
-    "trackers",
-    "coordinator",
-    "hub",
-    "groups",
-    "plan",
-    "models.reward.importPath",
-    "models.reward.code",
-    "models.reward.workers",
-    "models.reward.timeoutSeconds",
-    "sft.optimizer.learningRate",
-    "reward.optimizer.learningRate",
-    "dpo.optimizer.learningRate",
-    "ppo.importPath",
-    "ppo.timeoutSeconds",
-    "ppo.iterations",
-    "ppo.actorOptimizer.learningRate",
-    "ppo.criticOptimizer.learningRate",
-    "ppo.kl.coef",
-    "ppo.kl.target",
-    "ppo.kl.horizon",
-)
-NOT_CHANGEABLE = "plan.zero3"
 # Releases before `ppo.kl.in` wrote this value into job.json if the manifest had none.
 EARLIER_REWARD_CLIP = 5.0
-# The reasons why other fields may not change. The longest prefix of a field counts.
-_NOT_EXTENDED = (
-    "SFT, reward-model training and DPO cannot be extended (of the stages only ppo can, by spec.ppo.iterations)"
-)
-REASONS = {
-    "": "steps since the last checkpoint are run again on resume and must give the same weights",
-    "seed": "everything random in the run so far came from it",
-    "stages": "each stage began from the result of the one before",
-    "models": "the weights so far belong to these models",
-    "data": "the records of each step were drawn from this data",
-    "plan.zero3": "it says in which order gradients are added up",
-    "sft": "the stage's steps and batches are counted in it",
-    "reward": "the stage's steps and batches are counted in it",
-    "dpo": "the stage's steps and batches are counted in it",
-    **{f"{stage}.{length}": _NOT_EXTENDED for stage in ("sft", "reward", "dpo") for length in ("steps", "epochs")},
-    "ppo.globalBatchSize": "stored batches have this size",
-    "ppo.kl.coef": "with 0 no reference has scored the run's samples",
-    "ppo.lag": "samples under way were drawn with the weights that it names",
-    "generation": "samples under way were begun with it",
-    "checkpoint.volume": "the run's files are there",
-}
 
 
 @dataclass(frozen=True)
@@ -88,26 +31,21 @@ class Change:
     inherited: bool = False
 
     @property
+    def _name(self) -> str:
+        return self.field.removeprefix("spec.")
+
+    @property
     def allowed(self) -> bool:
         """Whether a run may go on with the new value."""
-        if self.inherited:
-            return True
-        if self.field == "spec.ppo.kl.coef" and not self.old:
-            return False
-        name = self.field.removeprefix("spec.")
-        if name == NOT_CHANGEABLE:
-            return False
-        if any(name == field or name.startswith((field + ".", field + "[")) for field in CHANGEABLE):
-            return True
-        return name.startswith("data.") and self._same_data(name)
+        return self.inherited or at_path(RLHFJobSpec, self._name).allows(self.old) or self._same_data()
 
-    def _same_data(self, name: str) -> bool:
+    def _same_data(self) -> bool:
         """Whether the data set may be the same although it is in another folder, or has another name for its commit.
         Its fingerprint shows whether it is the same."""
-        if name.endswith(".revision"):
-            return True
-        return (
-            name.endswith((".path", ".pvc"))
+        if not self._name.startswith("data."):
+            return False
+        return self._name.endswith(".revision") or (
+            self._name.endswith((".path", ".pvc"))
             and bool(self.old and self.new)
             and PurePath(self.old).name == PurePath(self.new).name
         )
@@ -115,11 +53,10 @@ class Change:
     @property
     def sentence(self) -> str:
         """A sentence that says why the change is not allowed, and what is allowed."""
-        name = self.field.removeprefix("spec.")
-        prefix = max((p for p in REASONS if not p or name == p or name.startswith((p + ".", p + "["))), key=len)
         return (
-            f"{self.field} may not change from {_short(self.old)} to {_short(self.new)} in a run: {REASONS[prefix]}; "
-            f"undo the change, or start a new run in another --run-dir (may change: {', '.join(CHANGEABLE)})"
+            f"{self.field} may not change from {_short(self.old)} to {_short(self.new)} in a run: "
+            f"{at_path(RLHFJobSpec, self._name).why}; undo the change, or start a new run in another --run-dir "
+            f"(may change: {', '.join(resumable(RLHFJobSpec))})"
         )
 
 

@@ -1,151 +1,13 @@
-"""Lists the fields that are accepted but have no effect yet. This one table makes sure that each of them causes a
-warning."""
+"""Warns of fields that are set but have no effect."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from dovetail.manifest.critic import has_critic
-from dovetail.manifest.fixed_names import DATA_KINDS
+from dovetail.manifest.policy import NoEffect, without_effect
 from dovetail.manifest.sizes import pod_count
-from dovetail.manifest.types import Dtype, Evaluation, RLHFJobSpec, Role, Stage, Storage
-
-
-@dataclass(frozen=True)
-class Unexecuted:
-    """A field without an effect. `used(spec)` yields the paths of the field where a spec sets it. `why` completes the
-    sentence `<path>: <why>`.
-
-    `on_cluster` says that the field has an effect in pods, but not on a single machine."""
-
-    field: str
-    used: Callable[[RLHFJobSpec], Iterator[str]]
-    why: str
-    on_cluster: bool = False
-
-
-def _spec_field(name: str, path: str, default: object) -> Callable[[RLHFJobSpec], Iterator[str]]:
-    def used(spec: RLHFJobSpec) -> Iterator[str]:
-        if getattr(spec, name) != default:
-            yield path
-
-    return used
-
-
-def _pvc(spec: RLHFJobSpec) -> Iterator[str]:
-    for name in ("actor", "critic", "reward", "reference"):
-        source = getattr(spec.models, name).source
-        if source is not None and source.pvc is not None:
-            yield f"spec.models.{name}.source.pvc"
-
-
-def _other_claims(spec: RLHFJobSpec) -> Iterator[str]:
-    for name in DATA_KINDS:
-        for index, source in enumerate(getattr(spec.data, name)):
-            if source.pvc is not None:
-                yield f"spec.data.{name}[{index}].pvc"
-    for index, source in enumerate(spec.evaluation.prompts):
-        if source.pvc is not None:
-            yield f"spec.evaluation.prompts[{index}].pvc"
-    if spec.models.tokenizer.pvc is not None:
-        yield "spec.models.tokenizer.pvc"
-
-
-def _reward_code(spec: RLHFJobSpec) -> Iterator[str]:
-    if spec.models.reward.code is not None:
-        yield "spec.models.reward.code"
-
-
-def _coordinator(spec: RLHFJobSpec) -> Iterator[str]:
-    for name, alias in (("image", "image"), ("pod_template", "podTemplate")):
-        if getattr(spec.coordinator, name):
-            yield f"spec.coordinator.{alias}"
-
-
-def _hub(spec: RLHFJobSpec) -> Iterator[str]:
-    for name, alias in (("token_secret", "tokenSecret"), ("cache_claim", "cacheClaim")):
-        if getattr(spec.hub, name) is not None:
-            yield f"spec.hub.{alias}"
-
-
-def _volume(spec: RLHFJobSpec) -> Iterator[str]:
-    if spec.checkpoint.volume is not None:
-        yield "spec.checkpoint.volume"
-
-
-def _tracker_secrets(spec: RLHFJobSpec) -> Iterator[str]:
-    for index, tracker in enumerate(spec.trackers):
-        if tracker.secret is not None:
-            yield f"spec.trackers[{index}].secret"
-
-
-def _storage(spec: RLHFJobSpec) -> Iterator[str]:
-    if spec.storage != Storage():
-        yield "spec.storage"
-
-
-def _output_claim(spec: RLHFJobSpec) -> Iterator[str]:
-    if spec.output is not None and spec.output.pvc is not None:
-        yield "spec.output.pvc"
-
-
-def _start_timeout(spec: RLHFJobSpec) -> Iterator[str]:
-    if spec.failure_policy.start_timeout_seconds is not None:
-        yield "spec.failurePolicy.startTimeoutSeconds"
-
-
-def _reference_dtype(spec: RLHFJobSpec) -> Iterator[str]:
-    if spec.models.reference.dtype is not Dtype.AUTO:
-        yield "spec.models.reference.dtype"
-
-
-def _elastic(spec: RLHFJobSpec) -> Iterator[str]:
-    for index, group in enumerate(spec.groups):
-        if group.max_replicas is not None and group.max_replicas > pod_count(group):
-            yield f"spec.groups[{index}].maxReplicas"
-
-
-def _group_field(name: str, alias: str) -> Callable[[RLHFJobSpec], Iterator[str]]:
-    def used(spec: RLHFJobSpec) -> Iterator[str]:
-        for index, group in enumerate(spec.groups):
-            if getattr(group, name):
-                yield f"spec.groups[{index}].{alias}"
-
-    return used
-
-
-UNEXECUTED: tuple[Unexecuted, ...] = (
-    Unexecuted(
-        "spec.suspend", _spec_field("suspend", "spec.suspend", False), "the job starts all the same", on_cluster=True
-    ),
-    Unexecuted(
-        "spec.ttlSecondsAfterFinished",
-        _spec_field("ttl_seconds_after_finished", "spec.ttlSecondsAfterFinished", None),
-        "the run directory is kept",
-        on_cluster=True,
-    ),
-    Unexecuted(
-        "spec.failurePolicy.startTimeoutSeconds", _start_timeout, "processes start at once or fail", on_cluster=True
-    ),
-    Unexecuted("spec.storage", _storage, "the run directory is kept; --resume goes on with it", on_cluster=True),
-    Unexecuted("spec.output.pvc", _output_claim, "use path or s3; nothing is copied", on_cluster=True),
-    Unexecuted("spec.trackers[].secret", _tracker_secrets, "set its environment variables yourself", on_cluster=True),
-    Unexecuted("spec.checkpoint.volume", _volume, "checkpoints go to the run directory", on_cluster=True),
-    Unexecuted("spec.groups[].image", _group_field("image", "image"), "processes run from this machine's Python", True),
-    Unexecuted(
-        "spec.groups[].podTemplate", _group_field("pod_template", "podTemplate"), "there are no pods to patch", True
-    ),
-    Unexecuted("spec.models.*.source.pvc", _pvc, "use path or huggingFace; the run will fail", on_cluster=True),
-    Unexecuted("spec.data.*[].pvc", _other_claims, "use path; the run will fail", on_cluster=True),
-    Unexecuted("spec.models.reward.code", _reward_code, "functions are imported from importPath", on_cluster=True),
-    Unexecuted("spec.coordinator.*", _coordinator, "there is no pod of the coordinator", on_cluster=True),
-    Unexecuted("spec.hub.*", _hub, "this machine's own token and cache are used", on_cluster=True),
-    Unexecuted(
-        "spec.models.reference.dtype", _reference_dtype, "scorers compute in float32 on CPUs and bfloat16 on GPUs"
-    ),
-    Unexecuted("spec.groups[].maxReplicas", _elastic, "the group keeps the number of pods it starts with", True),
-)
+from dovetail.manifest.types import Dtype, Evaluation, RLHFJobSpec, Role, Stage
 
 
 def warnings(spec: RLHFJobSpec, *, cluster: bool = False) -> list[str]:
@@ -153,10 +15,9 @@ def warnings(spec: RLHFJobSpec, *, cluster: bool = False) -> list[str]:
     operator does not either), or other fields make it useless. The job still runs, unless the sentence says
     otherwise."""
     found = [
-        f"{path} is not executed {'on a single machine' if entry.on_cluster else 'yet'}: {entry.why}."
-        for entry in UNEXECUTED
-        if not (cluster and entry.on_cluster)
-        for path in entry.used(spec)
+        f"{path} {mark.told}: {mark.why}."
+        for path, mark in without_effect(spec, "spec")
+        if not cluster or isinstance(mark, NoEffect)
     ]
     return found + list(_pointless(spec))
 

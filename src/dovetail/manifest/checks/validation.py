@@ -7,13 +7,12 @@ from pathlib import Path
 from dovetail.manifest.checks.files import check_files
 from dovetail.manifest.checks.name_rules import check_name
 from dovetail.manifest.checks.rules import check
-from dovetail.manifest.checks.unexecuted import UNEXECUTED, warnings
+from dovetail.manifest.checks.unexecuted import warnings
 from dovetail.manifest.documents import ManifestError, is_file, parse, read_yaml, with_home
 from dovetail.manifest.resolve import absolute_paths, resolve
 from dovetail.manifest.types import RLHFJob
 
 __all__ = [
-    "UNEXECUTED",
     "ManifestError",
     "absolute_paths",
     "check",

@@ -6,10 +6,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from dovetail.manifest.checks.rules import RULES
-from dovetail.manifest.checks.unexecuted import UNEXECUTED
 from dovetail.manifest.describe.explain import alias, default_of, summary
-from dovetail.manifest.type_descriptions import expected, model_in, options, short_type
-from dovetail.manifest.types import API_VERSION, KIND, RLHFJob
+from dovetail.manifest.policy import OnCluster, parts
+from dovetail.manifest.type_descriptions import expected, fields_below, model_in, options, short_type
+from dovetail.manifest.types import API_VERSION, KIND, RLHFJob, RLHFJobSpec
 
 
 def reference() -> str:
@@ -27,12 +27,8 @@ def reference() -> str:
     for path, model in models.items():
         lines += _section(path, model)
     lines += _rules()
-    lines += ["## Accepted but not executed", ""]
-    lines += ["A warning names each of these fields when it is set. All other fields of `spec` have an effect.", ""]
-    lines += ["| field | instead | where |", "|---|---|---|"]
-    for entry in UNEXECUTED:
-        where = "single machine" if entry.on_cluster else "everywhere"
-        lines.append(f"| `{entry.field}` | {_cell(entry.why)} | {where} |")
+    lines += _changes()
+    lines += _without_effect()
     return "\n".join(lines) + "\n"
 
 
@@ -50,6 +46,39 @@ def _rules() -> list[str]:
         source = "API server, by type" if rule.by_type else "API server" if isinstance(rule.holds, str) else "operator"
         lines.append(f"| {_cell(rule.shown())} | {source} |")
     return [*lines, ""]
+
+
+def _changes() -> list[str]:
+    """The table of fields that may change after the job has begun."""
+    lines = ["## What may change", ""]
+    lines += [
+        "Other fields are fixed: of a run from its beginning, of a job on a cluster when it has a plan. With a plan,"
+    ]
+    lines += [
+        "`replicas` may change of rollout groups alone, and `storage.retain` to Keep alone. Of `data` a resumed run may"
+    ]
+    lines += ["have the same files elsewhere. [Resume](resume.md#what-may-change) says when a change counts.", ""]
+    lines += ["| field | when a run is resumed | while a job on a cluster has a plan |", "|---|---|---|"]
+    found: dict[tuple[bool, str], list[str]] = {}
+    for path, when in parts(RLHFJobSpec, lambda policy: (policy.resumed, policy.planned)):
+        found.setdefault(when, []).append(f"`{path}`")
+    for planned, text in {"always": "yes", "suspended": "while `suspend` is true", "never": "no"}.items():
+        lines.append(f"| {', '.join(found[True, planned])} | yes | {text} |")
+    return [*lines, ""]
+
+
+def _without_effect() -> list[str]:
+    lines = ["## Accepted but not executed", ""]
+    lines += ["A warning names each of these fields when it is set. All other fields of `spec` have an effect.", ""]
+    lines += ["| field | instead | where |", "|---|---|---|"]
+    found: dict[OnCluster, list[str]] = {}
+    for path, field in fields_below(RLHFJobSpec, "spec."):
+        for mark in field.metadata:
+            if isinstance(mark, OnCluster):
+                found.setdefault(mark, []).append(f"`{path}`")
+    for mark, paths in found.items():
+        lines.append(f"| {', '.join(paths)} | {_cell(mark.why)} | {mark.where} |")
+    return lines
 
 
 def _models() -> dict[str, type[BaseModel]]:

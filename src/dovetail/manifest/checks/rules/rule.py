@@ -74,7 +74,7 @@ class Rule:
 
     def shown(self) -> str:
         """The sentence for a page. Values that depend on the manifest are `…`."""
-        path = joined(self.at)
+        path = _joined(self.at)
         return self._fill(lambda name: path if name == "path" else "…")
 
     def _fill(self, value: Callable[[str], str]) -> str:
@@ -132,7 +132,7 @@ def _names(model: type[BaseModel]) -> dict[str, str]:
     return {info.alias or name: name for name, info in model.model_fields.items()}
 
 
-def joined(places: tuple[str, ...]) -> str:
+def _joined(places: tuple[str, ...]) -> str:
     """`a.{x,y}.b` for `a.x.b` and `a.y.b`. Places of each other length are joined in the same way."""
     found = []
     for length in sorted({place.count(".") for place in places}):
