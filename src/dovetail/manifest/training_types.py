@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from dovetail.manifest.base import Callable_, Fraction, LossName, Model, Path_, PositiveFloat, PositiveInt
-from dovetail.manifest.policy import WHEN_RESUMED, Policy, fixed
+from dovetail.manifest.field_policy import WHEN_RESUMED, Policy, fixed
 
 # TRL uses this value, and so do shared-body setups after InstructGPT.
 SHARED_VALUE_COEF = 0.1

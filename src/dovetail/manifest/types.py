@@ -23,8 +23,8 @@ from dovetail.manifest.base import (
     PositiveInt,
     Text,
 )
+from dovetail.manifest.field_policy import ANYTIME, WHEN_RESUMED, WHEN_SUSPENDED, NoEffect, OnCluster, fixed
 from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.manifest.policy import ANYTIME, WHEN_RESUMED, WHEN_SUSPENDED, NoEffect, OnCluster, fixed
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.training_types import DPO, KL, PPO, Generation, ImportanceSampling, Optimizer, Supervised
 

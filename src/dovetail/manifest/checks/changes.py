@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dovetail.manifest.policy import at_path, resumable
+from dovetail.manifest.field_policy import at_path, resumable
 from dovetail.manifest.reward import reward_clip
 from dovetail.manifest.types import RLHFJobSpec
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from dovetail.manifest.checks.cel import CelRule
-from dovetail.manifest.policy import parts
+from dovetail.manifest.field_policy import parts
 from dovetail.manifest.type_descriptions import model_in
 from dovetail.manifest.types import Group, RLHFJobSpec
 

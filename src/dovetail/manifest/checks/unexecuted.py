@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dovetail.manifest.critic import has_critic
-from dovetail.manifest.policy import NoEffect, without_effect
+from dovetail.manifest.field_policy import NoEffect, without_effect
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import Dtype, Evaluation, RLHFJobSpec, Role, Stage
 

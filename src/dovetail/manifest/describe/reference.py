@@ -7,7 +7,7 @@ from pydantic.fields import FieldInfo
 
 from dovetail.manifest.checks.rules import RULES
 from dovetail.manifest.describe.explain import alias, default_of, summary
-from dovetail.manifest.policy import OnCluster, parts
+from dovetail.manifest.field_policy import OnCluster, parts
 from dovetail.manifest.type_descriptions import expected, fields_below, model_in, options, short_type
 from dovetail.manifest.types import API_VERSION, KIND, RLHFJob, RLHFJobSpec
 
