@@ -51,13 +51,12 @@ def _rules() -> list[str]:
 def _changes() -> list[str]:
     """The table of fields that may change after the job has begun."""
     lines = ["## What may change", ""]
+    lines += ["Other fields are fixed: of a run from its beginning, of a job on a cluster when it has a plan. Then"]
     lines += [
-        "Other fields are fixed: of a run from its beginning, of a job on a cluster when it has a plan. With a plan,"
+        "`replicas` of a trainer group may change while `suspend` is true, and `storage.retain` to Keep alone. Of"
     ]
-    lines += [
-        "`replicas` may change of rollout groups alone, and `storage.retain` to Keep alone. Of `data` a resumed run may"
-    ]
-    lines += ["have the same files elsewhere. [Resume](resume.md#what-may-change) says when a change counts.", ""]
+    lines += ["`data` a resumed run may have the same files elsewhere. [Resume](resume.md#what-may-change) says when a"]
+    lines += ["change counts.", ""]
     lines += ["| field | when a run is resumed | while a job on a cluster has a plan |", "|---|---|---|"]
     found: dict[tuple[bool, str], list[str]] = {}
     for path, when in parts(RLHFJobSpec, lambda policy: (policy.resumed, policy.planned)):
