@@ -10,9 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
+from dovetail.manifest.critic import has_critic
 from dovetail.manifest.hashing import hashed_once
+from dovetail.manifest.types import RLHFJobSpec
+from dovetail.protocol.plan import Scored
 
 # The tasks of dovetail.protocol.plan.Task, without those of supervised stages. `critic` is the critic's inference.
 Task = Literal["generation", "reference", "reward", "critic", "actor_training", "critic_training"]
@@ -198,3 +201,22 @@ def cells(spans: Sequence[range]) -> Iterator[tuple[range, tuple[int, ...]]]:
     for start, stop in pairwise(sorted({edge for span in spans for edge in (span.start, span.stop)})):
         if on := tuple(i for i, span in enumerate(spans) if span.start <= start and stop <= span.stop):
             yield range(start, stop), on
+
+
+def scorer_models(spec: RLHFJobSpec, scorers: int, interleaved: bool = False) -> list[list[Scored]]:
+    """The models that each of the `scorers` scorers holds, of those whose outputs PPO needs.
+
+    With Interleaving, which is pinned or chosen (`interleaved`), and two scorers or more, the first half of them holds
+    the reference. The second half holds the other models, which have no vocabulary projection. So each scorer holds
+    fewer models, and their passes run side by side. Otherwise every scorer holds all models."""
+    needs = {
+        "reference": spec.ppo.reads_reference,
+        "reward": not spec.models.reward.calls,
+        "critic": has_critic(spec),
+    }
+    models: list[Scored] = [model for model in get_args(Scored) if needs[model]]
+    halves = interleaved or spec.plan.placement == "Interleaving"
+    if not halves or scorers < 2 or len(models) < 2 or "reference" not in models:
+        return [list(models) for _ in range(scorers)]
+    half = scorers // 2
+    return [["reference"] if index < half else models[1:] for index in range(scorers)]

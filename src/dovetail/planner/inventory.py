@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.manifest.hashing import hashed_once
-from dovetail.planner.hardware.gpus import GPU, UnknownProduct, gpu
-from dovetail.planner.nodes import GPU_RESOURCE, PRODUCT_LABEL, count
+from dovetail.planner.hardware.gpus import GPU, GPU_RESOURCE, PRODUCT_LABEL, UnknownProduct, count, gpu
 
 # The default of an inventory: each GPU has one 100 Gbit/s port (APP section VI-A has 100 GB/s for eight).
 NETWORK_GBPS = 100.0
@@ -128,8 +127,8 @@ def _pool(entry: Any, where: str, measured: Mapping[str, GPU] | None) -> Pool:
 
 
 def from_nodes(nodes: Iterable[Mapping[str, Any]], measured: Mapping[str, GPU] | None = None) -> Inventory:
-    """The inventory of Kubernetes Node objects, as `dovetail.planner.nodes` counts them. Each product and number of
-    GPUs per node has one pool. Raises InventoryError."""
+    """The inventory of Kubernetes Node objects, as `gpus.count` counts them. Each product and number of GPUs per node
+    has one pool. Raises InventoryError."""
     counts = count(nodes)
     if not counts:
         raise InventoryError(

@@ -14,16 +14,24 @@ from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_ranks, trainer_world, world_size
 from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.planner.candidate import scorer_models
 from dovetail.planner.hardware.gpus import GPU
 from dovetail.planner.lag import chosen, excluded, with_lags
-from dovetail.planner.placement import data_parallel, on_cpus, on_gpus
-from dovetail.planner.placement.activations import activation_bytes, beyond_limit, check_limit
+from dovetail.planner.placement import on_cpus, on_gpus
+from dovetail.planner.placement.layouts import place_evenly
 from dovetail.planner.placement.manifest import pin_errors, product_errors, product_warnings
 from dovetail.planner.placement.placed import Infeasible, Placed
 from dovetail.planner.placement.planned_job import ConfigError, PlannedJob
 from dovetail.planner.placement.pods import pod_memory, too_small
-from dovetail.planner.placement.scorers import scorer_models
-from dovetail.planner.placement.stages_a_rank import chunks_alone, fitting, most_chunks, server_memory
+from dovetail.planner.placement.stages_a_rank import (
+    activation_bytes,
+    beyond_limit,
+    check_limit,
+    chunks_alone,
+    fitting,
+    most_chunks,
+    server_memory,
+)
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Batching, Plan, Rollout, Task, TaskPlacement, TrainerRank, divisions
 from dovetail.protocol.prediction import Prediction
@@ -126,7 +134,7 @@ def _placed(job: PlannedJob) -> Placed:
     """The placement, by the best cost model for which enough is known."""
     if not trained_models(job.spec):
         return Placed({})
-    return on_gpus.place(job) or on_cpus.place(job) or data_parallel.place(job)
+    return on_gpus.place(job) or on_cpus.place(job) or place_evenly(job)
 
 
 def _further_rounds(spec: RLHFJobSpec) -> list[str]:

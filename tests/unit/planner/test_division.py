@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
-from dovetail.coordinator.reporting.report.report_schedule import families_section
 from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.coordinator.schedules.step_commands import StepFacts, ppo_step
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, applies, scheduled
@@ -194,7 +193,7 @@ def test_a_pinned_job_has_the_actor_on_one_rank_and_the_critic_on_the_other(
     # Without pipelines serial training has no bubbles; with two stages one a model and mini-batch.
     bubbles = 2 if "pp" in layout else 0
     assert found["families"]["serial"]["makespan"] == pytest.approx(2 * (2 * count + bubbles) * 0.015)
-    assert "dedicated: each model on ranks of its own" in families_section(found)
+    assert found["families"]["dedicated"]["description"] == "each model on ranks of its own"
     again, _ = begun(spec, plan, records, tmp_path)
     assert again.layouts == scheduling.layouts, "a coordinator that comes back must find the models where they were"
 

@@ -9,8 +9,8 @@ from test_placement_job import spec
 
 from dovetail.manifest.checks.unexecuted import warnings
 from dovetail.manifest.types import PPO, RLHFJobSpec
+from dovetail.planner.candidate import scorer_models
 from dovetail.planner.make_plan import make_plan
-from dovetail.planner.placement.scorers import scorer_models
 from helpers.plain import plain_spec
 
 GROUPED = {"advantage": "grpo", "samplesPerPrompt": 4}

@@ -7,7 +7,7 @@ import yaml
 
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.placement.scorers import scorer_models
+from dovetail.planner.candidate import scorer_models
 from helpers.manifests import changed
 
 

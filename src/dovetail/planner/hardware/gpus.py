@@ -1,20 +1,23 @@
-"""Reads the table of GPUs, and looks a GPU up in it."""
+"""Reads the table of GPUs, and looks a GPU up in it. Counts the GPU nodes of a cluster, and checks that images have
+kernels for the GPUs of a job's groups."""
 
 from __future__ import annotations
 
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from typing import Any
 
+from dovetail.gpus.kernels import DEFAULT_ARCHITECTURES, capabilities, has_kernels, remedy, show
 from dovetail.manifest.hashing import hashed_once
-from dovetail.manifest.types import Dtype
-from dovetail.planner.nodes import GPU_RESOURCE
+from dovetail.manifest.types import Dtype, RLHFJobSpec, Role
 
+PRODUCT_LABEL = "nvidia.com/gpu.product"
+GPU_RESOURCE = "nvidia.com/gpu"
 GIB = 2**30
 # A MIG slice by the "single" strategy of NVIDIA's device plug-in: the GPU, its sevenths, and its GB.
 _MIG = re.compile(r"(.+)-MIG-(\d+)g\.(\d+)gb(?:\.[\w.+-]+)?")
@@ -215,3 +218,61 @@ def _number(name: str, key: str, value: Any) -> float:
     if not good or value < 0:
         raise HardwareError(f"[{name}] in the hardware file: {key} is {value!r}; it must be a number above 0")
     return float(value)
+
+
+Pools = Mapping[tuple[str, int], int]
+"""The number of nodes by (GPU product, GPUs per node)."""
+
+
+def count(nodes: Iterable[Mapping[str, Any]]) -> Pools:
+    """Counts the Kubernetes Node objects that are ready and not cordoned, and whose GPUs are known.
+
+    The number of GPUs comes from the device plug-in, the product from the label PRODUCT_LABEL."""
+    found: dict[tuple[str, int], int] = {}
+    for node in nodes:
+        product = ((node.get("metadata") or {}).get("labels") or {}).get(PRODUCT_LABEL)
+        status = node.get("status") or {}
+        gpus = _allocatable(status)
+        if product and gpus and not (node.get("spec") or {}).get("unschedulable") and _ready(status):
+            found[product, gpus] = found.get((product, gpus), 0) + 1
+    return found
+
+
+def _allocatable(status: Mapping[str, Any]) -> int:
+    value = str((status.get("allocatable") or {}).get(GPU_RESOURCE, "0"))
+    return int(value) if value.isdigit() else 0
+
+
+def _ready(status: Mapping[str, Any]) -> bool:
+    conditions = status.get("conditions") or []
+    return all(c.get("status") == "True" for c in conditions if c.get("type") == "Ready")
+
+
+# This replaces the list of architectures of an image that is not checked, because its kernels are not known.
+ANY = "any"
+
+
+def image_errors(
+    spec: RLHFJobSpec,
+    trainer: Collection[str] = DEFAULT_ARCHITECTURES,
+    rollout: Collection[str] = DEFAULT_ARCHITECTURES,
+    measured: Mapping[str, GPU] | None = None,
+) -> list[str]:
+    """One sentence for each group that names no image, if the operator's image has no kernels for the group's GPU.
+    `trainer`, `rollout`: the architectures that the operator's images have kernels for, or ANY."""
+    found = []
+    for index, group in enumerate(spec.groups):
+        built_for = rollout if Role.ROLLOUT in group.roles else trainer
+        if group.on_cpu or group.image is not None or ANY in built_for:
+            continue
+        try:
+            product = gpu(str(group.gpu.product), measured)
+        except UnknownProduct:
+            continue  # The plan says so.
+        if not has_kernels(built_for, product.capability):
+            found.append(
+                f"spec.groups[{index}].image: {product.product} has compute capability {show(product.capability)}, and "
+                f"the operator's image has kernels for {capabilities(built_for)}; {remedy(product.capability)}, and "
+                "name it here."
+            )
+    return found

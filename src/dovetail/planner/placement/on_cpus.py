@@ -14,6 +14,7 @@ from dovetail.manifest.checks.batching import longest_sample, micro_batch_tokens
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_world
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.planner.candidate import scorer_models
 from dovetail.planner.costs.cpu import (
     CpuStageTimes,
     IterationWork,
@@ -26,7 +27,6 @@ from dovetail.planner.costs.cpu import (
 from dovetail.planner.placement.layouts import allowed_layouts
 from dovetail.planner.placement.placed import Placed, worth
 from dovetail.planner.placement.planned_job import PlannedJob
-from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.simulate.lanes import Lanes, Parts
 from dovetail.protocol.files.machine_profile import Machine
 from dovetail.protocol.prediction import MEASURED_NAMES, Alternative, PredictedTask, Prediction

@@ -9,6 +9,7 @@ from dovetail.manifest.checks.pod_templates import memory_limit
 from dovetail.manifest.model_shape import Head, ModelShape
 from dovetail.manifest.sizes import pod_count, relays_weights
 from dovetail.manifest.types import Dtype, Group, Role, Stage
+from dovetail.planner.candidate import scorer_models
 from dovetail.planner.costs.memory import (
     GIB,
     ITEMSIZE,
@@ -20,7 +21,6 @@ from dovetail.planner.costs.memory import (
 )
 from dovetail.planner.placement.placed import Placed
 from dovetail.planner.placement.planned_job import PlannedJob
-from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.placement.stages_a_rank import SEVERAL
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS, SCORER_CPU_TOKENS, SCORER_LOGIT_BYTES, SCORER_TOKENS
 from dovetail.protocol.prediction import PodMemory

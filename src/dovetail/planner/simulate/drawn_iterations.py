@@ -10,8 +10,8 @@ import numpy as np
 from dovetail.fusion.lengths import Ints
 from dovetail.planner.candidate import Candidate
 from dovetail.planner.costs.gpu import GPUCosts
+from dovetail.planner.simulate.iteration import Rolled, play_rollout
 from dovetail.planner.simulate.lanes import Lanes, Parts
-from dovetail.planner.simulate.rollout import Rolled, play_rollout
 
 # The number of iterations that are drawn.
 DRAWS = 4

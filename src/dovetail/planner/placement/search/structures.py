@@ -133,7 +133,7 @@ class Structures:
     def halves(self, slots: Slots, pool: Pool) -> tuple[Slots, Slots]:
         """Divides each slot into two parts of about the same size. A slot of one GPU goes to the smaller part. On a
         manifest's groups the first part has the GPUs of the first half of all servers, in the order of the groups
-        (`dovetail.planner.placement.scorers` divides them so)."""
+        (`dovetail.planner.candidate` divides them so)."""
         parts: tuple[list[Share], list[Share]] = [], []
         servers = self.limits.servers
         left = sum(slot.gpus // servers.get(slot.pool, 1) for slot in slots) // 2
