@@ -82,6 +82,6 @@ def test_coscheduling_places_a_gang_as_a_whole_or_not_at_all(gang_server: KubeCl
         assert all(pod["spec"]["schedulerName"] == SCHEDULER for pod in pods(server, SPACE, "whole"))
         assert placed(server, SPACE, "whole") == 0
         server.apply(node("two", 1))
-        wait_for("all at once", lambda: placed(server, SPACE, "whole") == 4, 300)
+        wait_for("all at once", lambda: placed(server, SPACE, "whole") == 4)
         wait_for("the condition", lambda: condition(server, "Scheduled", "whole", SPACE).get("status") == "True")
         server.kubectl("delete", "rlhfjob", "whole", "-n", SPACE, "--wait=true")

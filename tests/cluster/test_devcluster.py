@@ -165,7 +165,7 @@ def test_a_jobset_runs_to_its_end(cluster: KubeCluster, namespace: str) -> None:
         status = cluster.get("--namespace", namespace, "jobset", "small").get("status", {})
         return bool(status.get("terminalState") == "Completed")
 
-    wait_for("the JobSet's end", state, 180)
+    wait_for("the JobSet's end", state)
 
 
 def test_a_user_may_do_what_he_is_bound_to_and_no_more(cluster: KubeCluster, namespace: str) -> None:

@@ -157,7 +157,7 @@ def holder(cluster: KubeCluster) -> str:
 
 
 def wait_for_answers(cluster: KubeCluster) -> None:
-    wait_for("the API server", lambda: cluster.try_kubectl("get", "--raw", "/readyz").returncode == 0, 120)
+    wait_for("the API server", lambda: cluster.try_kubectl("get", "--raw", "/readyz").returncode == 0)
 
 
 def born(job: ClusterJob) -> dict[str, int]:

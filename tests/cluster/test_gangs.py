@@ -49,7 +49,7 @@ def test_a_gang_is_placed_as_a_whole_or_not_at_all(server: KubeCluster) -> None:
     assert condition(server, "Scheduled", "whole", SPACE)["message"].startswith("pod whole-")
     assert placed(server, SPACE, "whole") == 0
     server.apply(node("two", 1))
-    wait_for("all at once", lambda: placed(server, SPACE, "whole") == 4, 300)
+    wait_for("all at once", lambda: placed(server, SPACE, "whole") == 4)
     wait_for("the condition", lambda: condition(server, "Scheduled", "whole", SPACE).get("status") == "True")
     server.kubectl("delete", "rlhfjob", "whole", "-n", SPACE, "--wait=true")
     server.kubectl("delete", "jobs", "--all", "-n", SPACE)
@@ -71,7 +71,7 @@ def test_gpus_come_through_a_claim(server: KubeCluster) -> None:
     request = {"name": "gpu", "exactly": {"deviceClassName": DRIVER, "count": 1}}
     template = {"spec": {"devices": {"requests": [request]}}}
     server.apply(thing("ResourceClaimTemplate", "resource.k8s.io/v1", "one-gpu", spec=template), namespace=SPACE)
-    wait_for("all at once", lambda: placed(server, SPACE, "claimed") == 4, 300)
+    wait_for("all at once", lambda: placed(server, SPACE, "claimed") == 4)
     wait_for("they run", lambda: condition(server, "Running", "claimed", SPACE).get("status") == "True")
     claims = server.items("resourceclaims", "-n", SPACE)
     given = {each["status"]["allocation"]["devices"]["results"][0]["device"] for each in claims}
@@ -86,7 +86,7 @@ def test_a_pod_that_the_scheduler_preempts_is_told_and_no_failure(server: KubeCl
         server.kubectl("delete", "node", name, "--ignore-not-found")
     server.apply(node("pair", 2))
     submit(server, SPACE, "preempted", {"maxRestarts": 0})
-    wait_for("they run", lambda: condition(server, "Running", "preempted", SPACE).get("status") == "True", 300)
+    wait_for("they run", lambda: condition(server, "Running", "preempted", SPACE).get("status") == "True")
     trainers = [
         pod["metadata"]["name"] for pod in pods(server, SPACE, "preempted") if "nvidia.com" in json.dumps(pod["spec"])
     ]
@@ -102,14 +102,14 @@ def test_a_pod_that_the_scheduler_preempts_is_told_and_no_failure(server: KubeCl
     def said() -> str:
         return json.dumps(server.get("rlhfjob", "preempted", "-n", SPACE).get("status", {}).get("conditions"))
 
-    wait_for("the word of its end", lambda: "PodEvicted" in said() and "preempt" in said().lower(), 180)
+    wait_for("the word of its end", lambda: "PodEvicted" in said() and "preempt" in said().lower())
     free = json.dumps({"metadata": {"finalizers": None}})
     for name in trainers:
         server.try_kubectl("patch", "pod", name, "-n", SPACE, "--type=merge", "-p", free)
     wait_for("the other pod's node", lambda: server.get("pod", "urgent", "-n", SPACE)["spec"].get("nodeName"))
-    wait_for("why it waits", lambda: "Insufficient nvidia.com/gpu" in said(), 180)
+    wait_for("why it waits", lambda: "Insufficient nvidia.com/gpu" in said())
     server.kubectl("delete", "pod", "urgent", "-n", SPACE, "--force", "--grace-period=0")
-    wait_for("they run again", lambda: condition(server, "Running", "preempted", SPACE).get("status") == "True", 300)
+    wait_for("they run again", lambda: condition(server, "Running", "preempted", SPACE).get("status") == "True")
     assert condition(server, "Failed", "preempted", SPACE).get("status") != "True"
     again = {pod["metadata"]["name"] for pod in pods(server, SPACE, "preempted")}
     assert len(set(trainers) & again) == 1, "the other trainer's pod stayed"

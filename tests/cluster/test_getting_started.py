@@ -316,7 +316,7 @@ def test_a_model_in_a_shared_cache_and_code_on_a_claim_while_the_chart_is_upgrad
         wait_for("the old operators' end", lambda: not set(operator_pods(own)) & set(operators))
         patch = ("patch", "rlhfjob", "first", *mine, "--type=merge", "-p", '{"spec":{"retry":1}}')
         own.kubectl(*patch)
-        wait_for("the new operator", lambda: own.get("rlhfjob", "first", *mine)["status"].get("retry") == 1, 300)
+        wait_for("the new operator", lambda: own.get("rlhfjob", "first", *mine)["status"].get("retry") == 1)
         release(own, "rollback", "dovetail", "2")
         assert "retry" not in own.get("rlhfjob", "first", *mine)["spec"], "the older definition does not know it"
         assert runs()
@@ -348,8 +348,8 @@ def test_a_model_in_a_shared_cache_and_code_on_a_claim_while_the_chart_is_upgrad
         assert "HF_TOKEN" not in variables
         expires = ("patch", "rlhfjob", "first", *mine, "--type=merge", "-p", '{"spec":{"ttlSecondsAfterFinished":1}}')
         own.kubectl(*expires)
-        wait_for("the job gone", lambda: own.get("rlhfjob", "first", *mine) is None, 300)
-        wait_for("its pods gone", lambda: not pods(), 300)
+        wait_for("the job gone", lambda: own.get("rlhfjob", "first", *mine) is None)
+        wait_for("its pods gone", lambda: not pods())
         claim = own.get("pvc", "first-files", *mine)["metadata"]
         assert claim["annotations"]["dovetail.dev/folder"] == "first"
         assert "deletionTimestamp" not in claim
@@ -368,8 +368,8 @@ def live_in_the_api(own: KubeCluster, namespace: str) -> None:
         done = own.try_kubectl(*ask)
         return json.loads(done.stdout) if done.returncode == 0 else {}
 
-    wait_for("the status API", told, 120)
-    wait_for("live progress", lambda: told().get("live", {}).get("reachable"), 120)
+    wait_for("the status API", told)
+    wait_for("live progress", lambda: told().get("live", {}).get("reachable"))
 
 
 def only_where_values_say(own: KubeCluster, hub: str, namespace: str, pod: str) -> None:

@@ -78,7 +78,7 @@ def urgent(cluster: KubeCluster, namespace: str, product: str) -> None:
     # Kueue's webhooks may not answer at once.
     wait_for("the job", lambda: cluster.try_kubectl("apply", "-n", namespace, "-f", "-", stdin=text).returncode == 0)
     words = ("job", f"urgent-{product}", "-n", namespace)
-    wait_for("its admission", lambda: not cluster.get(*words)["spec"]["suspend"], 300)
+    wait_for("its admission", lambda: not cluster.get(*words)["spec"]["suspend"])
 
 
 def named(job: ClusterJob, event: str, **fields: str) -> set[str]:
@@ -108,8 +108,8 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     cluster.apply(config_map, document, namespace=namespace)
     wait_for("the queue", lambda: job.condition("Suspended").get("reason") == "WaitingForQuota")
     why = "waits for quota in queue team: couldn't assign flavors to pod set "
-    wait_for("why", lambda: job.condition("Suspended")["message"].startswith(why), 180)
-    wait_for("which", lambda: "flavor v100" in job.condition("Suspended")["message"], 180)
+    wait_for("why", lambda: job.condition("Suspended")["message"].startswith(why))
+    wait_for("which", lambda: "flavor v100" in job.condition("Suspended")["message"])
     assert job.pods() == {}
     cluster.kubectl("delete", "rlhfjob", "tiny", "-n", namespace)
     document["spec"]["groups"][1]["replicas"] = 1
@@ -124,7 +124,7 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
 
     before = job.uids()
     urgent(cluster, namespace, "a10")
-    wait_for("the surplus goes first", lambda: suspended(cluster, *surplus), 300)
+    wait_for("the surplus goes first", lambda: suspended(cluster, *surplus))
     # The preStop hook told the coordinator.
     wait_for("it is retired", lambda: named(job, "instance.health", health="retired") == SURPLUS_INSTANCES, SECONDS)
     assert job.uids().items() >= {name: uid for name, uid in before.items() if name != "a10"}.items()
@@ -134,7 +134,7 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     wait_for("eviction", lambda: job.condition("Suspended").get("reason") == "WaitingForQuota", SECONDS)
     wait_for("no pods", lambda: not job.pods(), SECONDS)
     done = job.iteration()
-    wait_for("why", lambda: "Preempted to accommodate a workload" in job.condition("Suspended")["message"], 180)
+    wait_for("why", lambda: "Preempted to accommodate a workload" in job.condition("Suspended")["message"])
     assert done < ITERATIONS, "the job must outlast its eviction"
     assert cluster.get("rlhfjob", "tiny", "-n", namespace)["status"]["lastCheckpoint"]["step"] > 0
     job.pace(0)

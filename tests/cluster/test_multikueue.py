@@ -132,7 +132,7 @@ def wait_admitted(clusters: tuple[KubeCluster, KubeCluster], name: str) -> None:
         return owners == ["JobSet"] and conditions.get("Admitted", {}).get("status") == "True"
 
     try:
-        wait_for("the Workload's admission there", admitted, 300)
+        wait_for("the Workload's admission there", admitted)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{told(manager)}\n{told(worker)}") from None
 
@@ -233,7 +233,7 @@ def test_a_job_that_failed_elsewhere_is_tried_again(clusters: tuple[KubeCluster,
         "lastTimestamp": "2026-01-01T00:00:00Z",
     }
     worker.apply(event, namespace=SPACE)
-    assert "Job.batch is invalid: dnsPolicy (waited for" in wait_for("Failed again", failed, 300)
+    assert "Job.batch is invalid: dnsPolicy (waited for" in wait_for("Failed again", failed)
     wait_for("the Workload's end", lambda: manager.get(WORKLOADS, name, "-n", SPACE) is None)
     wait_for("the copy's end", gone)
     assert worker.get("jobset", "again", "-n", SPACE) is None, "it holds no quota and no GPUs"
@@ -296,7 +296,7 @@ def test_trainers_that_must_be_close_get_one_rack(clusters: tuple[KubeCluster, K
         return str(condition(cluster, "Suspended", "wide", SPACE).get("message"))
 
     try:
-        wait_for("why it waits", lambda: "topology" in why() and "racked" in why(), 180)
+        wait_for("why it waits", lambda: "topology" in why() and "racked" in why())
     except AssertionError as error:
         raise AssertionError(f"{error}\n{why()}\n{told(cluster)}") from None
     assert cluster.get("jobset", "wide", "-n", SPACE)["spec"]["suspend"] is True

@@ -246,7 +246,7 @@ def test_what_admission_plug_ins_refuse_is_told(cluster: KubeCluster, namespace:
         cluster.apply(document, namespace=namespace)
     for name, (_, words) in REFUSED.items():
         why = ("PodsRefused", f"Job {name}-", "cannot make its pods: ", words)
-        wait_for(f"why {name} waits", lambda name=name, why=why: described(cluster, namespace, name, *why), 300)
+        wait_for(f"why {name} waits", lambda name=name, why=why: described(cluster, namespace, name, *why))
     assert not cluster.items("pods", "-n", namespace)
 
 
@@ -299,7 +299,7 @@ def test_suspending_a_running_job_frees_its_gpus_and_it_goes_on_where_it_was(
 
     kept = wait_for("a checkpoint", checkpoint_step, JOB_SECONDS)
     cluster.kubectl("patch", "rlhfjob", "tiny", "-n", namespace, "--type=merge", "-p", '{"spec":{"suspend":true}}')
-    wait_for("no pods", lambda: not (cluster.get("pods", "-n", namespace) or {}).get("items"), 300)
+    wait_for("no pods", lambda: not (cluster.get("pods", "-n", namespace) or {}).get("items"))
     wait_for("Suspended", lambda: condition(cluster, namespace, "Suspended").get("status") == "True")
     cluster.kubectl("patch", "rlhfjob", "tiny", "-n", namespace, "--type=merge", "-p", '{"spec":{"suspend":false}}')
     assert wait_end(cluster, namespace) == "Completed"

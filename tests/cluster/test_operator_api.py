@@ -74,7 +74,7 @@ def clean(server: KubeCluster) -> Iterator[None]:
     selector = ("-l", "app.kubernetes.io/managed-by=dovetail-operator", "-o", "name")
     for namespace in NAMESPACES:
         words = ("get", ",".join(KINDS), "-n", namespace, *selector)
-        wait_for("nothing left", lambda words=words: server.kubectl(*words) == "", 300)
+        wait_for("nothing left", lambda words=words: server.kubectl(*words) == "")
 
 
 def condition(server: KubeCluster, kind: str, name: str = "demo", namespace: str = NAMESPACES[0]) -> dict[str, Any]:
@@ -485,7 +485,7 @@ def test_a_quota_without_pods_is_told(server: KubeCluster, leader: OperatorProce
         uid = server.get("rlhfjob", "demo", *where)["metadata"]["uid"]
         wait_for("the JobSet", lambda: owned(server, "jobset", uid))
         make_job(server, uid, "coordinator")
-        wait_for("a sentence", lambda: condition(server, "Scheduled").get("reason") == "PodsRefused", 180)
+        wait_for("a sentence", lambda: condition(server, "Scheduled").get("reason") == "PodsRefused")
         said = condition(server, "Scheduled")["message"]
         assert said.startswith("Job demo-coordinator-0 cannot make its pods: pods ")
         assert "exceeded quota: no-pods" in said
@@ -551,14 +551,14 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
 
         for name, (_, words_of_it) in REFUSED.items():
             start = f"Job {name}-coordinator-0 cannot make its pods: pods "
-            wait_for(name, lambda name=name, end=words_of_it: end in sentence(name), 180)
+            wait_for(name, lambda name=name, end=words_of_it: end in sentence(name))
             assert sentence(name).startswith(start)
             assert condition(server, "Scheduled", name)["reason"] == "PodsRefused"
         told_of_jobs = "JobSet jobless cannot make its Jobs: Job.batch is invalid: dnsPolicy"
         # Events of an object that was looked at in vain are asked for once a minute.
-        wait_for("the JobSet's Event", lambda: sentence("jobless") == told_of_jobs, 180)
+        wait_for("the JobSet's Event", lambda: sentence("jobless") == told_of_jobs)
         conflict = "Job taken-train-0 exists and does not belong to this job"
-        wait_for("the Job of another", lambda: sentence("taken").startswith(conflict), 180)
+        wait_for("the Job of another", lambda: sentence("taken").startswith(conflict))
         assert condition(server, "Scheduled", "taken")["reason"] == "NameConflict"
         wait_for(
             "the claim of the template",
@@ -567,7 +567,6 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
                 r'storageclass.storage.k8s.io "fast" not found',
                 sentence("template"),
             ),
-            180,
         )
         wait_for(
             "Kueue's word", lambda: "only 1 out" in condition(server, "Suspended", "queued").get("message", ""), 180
@@ -578,10 +577,9 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
         wait_for(
             "the claim's Event",
             lambda: f"{claim}no persistent volumes available for this claim" in sentence("unbound"),
-            180,
         )
         unplaced_for = "cannot be scheduled: 0/3 nodes; pod didn't trigger scale-up: 1 max size"
-        wait_for("the autoscaler's Event", lambda: unplaced_for in sentence("unbound"), 180)
+        wait_for("the autoscaler's Event", lambda: unplaced_for in sentence("unbound"))
     finally:
         server.kubectl("label", "namespace", space, "pod-security.kubernetes.io/enforce-")
         server.kubectl("delete", "limitrange", "small", *where)
@@ -655,9 +653,8 @@ def test_objects_that_the_api_server_refuses_are_told(server: KubeCluster, leade
         wait_for(
             "a refusal",
             lambda: condition(server, "Scheduled", namespace=NAMESPACES[1]).get("reason") == "ObjectRejected",
-            180,
         )
         assert "exceeded quota: no-claims" in condition(server, "Scheduled", namespace=NAMESPACES[1])["message"]
     finally:
         server.kubectl("delete", "resourcequota", "no-claims", "-n", NAMESPACES[1])
-    wait_for("the JobSet", lambda: server.get("jobset", "demo", "-n", NAMESPACES[1]), 180)
+    wait_for("the JobSet", lambda: server.get("jobset", "demo", "-n", NAMESPACES[1]))

@@ -403,7 +403,7 @@ def test_tenants_who_attack_each_other_lose_nothing(server: KubeCluster) -> None
         server.kubectl("delete", "pod,configmap", "forged", "-n", space, "--ignore-not-found", "--force")
     for space in TENANTS.values():
         with contextlib.suppress(AssertionError):  # what differs is shown below
-            wait_for("the rest gone", lambda space=space: everything(server, space) == before[space], 240)
+            wait_for("the rest gone", lambda space=space: everything(server, space) == before[space])
         assert everything(server, space) == before[space]
     for space in TENANTS.values():
         server.kubectl("delete", "namespace", space, "--wait=false")

@@ -48,7 +48,6 @@ def render(*args, **options):
 launcher.render = render
 spawn.ForkSpawner.preload = "dv_preload:preload"
 from dovetail.cli.main import main
-from helpers.finished_runs import report_answers
 sys.argv[0] = "dovetail"
 main()
 """

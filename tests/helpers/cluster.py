@@ -31,7 +31,7 @@ CONNECT_SECONDS = 90.0
 DELETE_SECONDS = 240
 
 
-def wait_for(what: str, check: Callable[[], T], seconds: float = 120, interval: float = 0.2) -> T:
+def wait_for(what: str, check: Callable[[], T], seconds: float = 300, interval: float = 0.2) -> T:
     """The first true value of `check`; AssertionError, with the last value, when the deadline passes.
 
     What takes long is looked at less often, once a second at least: a kubectl costs a tenth of a second of CPU."""
@@ -147,7 +147,7 @@ class KubeCluster:
         finally:
             self.kubectl("delete", "namespace", name, "--wait=false", check=False)
 
-    def wait_pod(self, namespace: str, name: str, *phases: str, seconds: float = 180) -> dict[str, Any]:
+    def wait_pod(self, namespace: str, name: str, *phases: str, seconds: float = 300) -> dict[str, Any]:
         """The pod, once its phase is one of these."""
 
         def pod() -> dict[str, Any] | None:
