@@ -192,7 +192,7 @@ class Trainers:
             self.step = command.step
         elif isinstance(command, Publish):
             segments = [
-                Segment(index=0, model=model, host="127.0.0.1", port=1, buckets=[BUCKET])
+                Segment(index=0, model=model, host="127.0.0.1", port=1, secret="s", buckets=[BUCKET])
                 for model in sorted({m for r in command.receivers for m in r.models})
             ]
             offer = Offer(version=command.version, epoch=command.epoch, backend="gloo", segments=segments)

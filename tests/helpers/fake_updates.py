@@ -19,7 +19,7 @@ def logprobs_of(version: int, tokens: list[int]) -> list[float]:
 
 
 BUCKET = Bucket(names=["w"], dtypes=["float32"], shapes=[[1]], offsets=[0], nbytes=4)
-SEGMENT = Segment(index=0, model="actor", host="127.0.0.1", port=1, buckets=[BUCKET])
+SEGMENT = Segment(index=0, model="actor", host="127.0.0.1", port=1, secret="s", buckets=[BUCKET])
 
 
 class UpdatableVllm:

@@ -39,8 +39,8 @@ class PeerSender:
             deadline = Deadline(seconds)
             stores = [listen(self._host, deadline) for _ in copied.offer.segments]
             segments = [
-                segment.model_copy(update={"host": self._host, "port": port})
-                for segment, (_, port) in zip(copied.offer.segments, stores, strict=True)
+                segment.model_copy(update={"host": self._host, "port": port, "secret": store.secret})
+                for segment, (store, port) in zip(copied.offer.segments, stores, strict=True)
             ]
             offer = Offer(
                 version=request.version,

@@ -79,7 +79,7 @@ class WeightReceiver:
         self.close()
         try:
             for segment in receive.offer.segments:
-                store = call(segment.host, segment.port, deadline)
+                store = call(segment.host, segment.port, segment.secret, deadline)
                 meeting = Rendezvous(store, receive.rank_offset + self._rank, receive.world_size)
                 self._channels[_key(segment)] = Channel(
                     receive.offer.backend, meeting, segment.host, deadline, self._device

@@ -7,6 +7,7 @@ its packed tensors, and then a checksum of 16 bytes."""
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from dovetail.models.links.cuda_ipc import IpcReceiver, IpcSender, mailbox_handl
 from dovetail.models.links.deadline import Deadline, Handle, Link, TransferError, first_line, in_time
 from dovetail.models.links.gloo import GlooLink
 from dovetail.models.links.nccl import NcclLink, board_of, nccl_version
-from dovetail.models.links.rendezvous import Place, Rendezvous, Way, routes
+from dovetail.models.links.rendezvous import Place, Rendezvous, SignedStore, Way, routes
 from dovetail.protocol.messages import Bucket
 from dovetail.protocol.weights.buckets import CHECKSUM_BYTES, TensorSpec, aligned, bucket_specs
 from dovetail.protocol.weights.layout import Box
@@ -106,7 +107,7 @@ class Channel:
         elif mapped is not None:
             mapped.close()
         if "gloo" in mine:
-            ranks, store = mine["gloo"], dist.PrefixStore("gloo", meeting.store)
+            ranks, store = mine["gloo"], meeting.store.within("gloo")
             self._links.append(GlooLink(store, ranks.index(self.rank), len(ranks), host, deadline))
 
     def _choose(self, meeting: Rendezvous, device: torch.device, deadline: Deadline) -> dict[int, Way]:
@@ -247,10 +248,10 @@ class _All:
             handle.wait()
 
 
-def listen(host: str, deadline: Deadline) -> tuple[dist.TCPStore, int]:
-    """Opens a rendezvous on a free port of `host`. Returns the store and its port."""
+def listen(host: str, deadline: Deadline) -> tuple[SignedStore, int]:
+    """Opens a rendezvous on a free port of `host`. Returns the store, which has a new secret, and its port."""
     store = store_at(host, 0, None, deadline.left(), wait_for_workers=False)
-    return store, int(store.port)
+    return SignedStore(store, secrets.token_hex(16)), int(store.port)
 
 
 def store_at(
@@ -286,17 +287,17 @@ def store_on(
     )
 
 
-def call(host: str, port: int, deadline: Deadline) -> dist.TCPStore:
-    """Connect to a sender's rendezvous. Raises TransferError if it does not answer within ANSWER_SECONDS. A sender
-    listens before it makes its offer."""
+def call(host: str, port: int, secret: str, deadline: Deadline) -> SignedStore:
+    """Connect to a sender's rendezvous with the secret of its offer. Raises TransferError if it does not answer within
+    ANSWER_SECONDS. A sender listens before it makes its offer."""
     left = deadline.left()
     patience = min(left, timedelta(seconds=rendezvous.ANSWER_SECONDS))
     nobody = f"no sender answers at {host}:{port}"
 
-    def connect() -> dist.TCPStore:
+    def connect() -> SignedStore:
         store = dist.TCPStore(host, port, None, False, timeout=patience, wait_for_workers=False)
         store.set_timeout(left)
-        return store
+        return SignedStore(store, secret)
 
     try:
         return in_time(connect, patience.total_seconds() + 1.0, nobody)

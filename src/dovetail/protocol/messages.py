@@ -360,6 +360,7 @@ class Segment(Message):
     model: str
     host: str
     port: int
+    secret: str = Field(description="Each rank of the transfer signs with it what it writes to the rendezvous.")
     buckets: list[Bucket]
 
 

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from dovetail.models.links.deadline import TransferError
+from dovetail.models.links.gloo import GlooLink
+from dovetail.models.links.rendezvous import Rendezvous, SignedStore
 from dovetail.models.transfer import Deadline, call, listen, store_at
 from dovetail.trainer.communication.groups import Groups, PeerLost
 from dovetail.trainer.rank.sending import Exchange
@@ -113,11 +116,58 @@ def test_trainers_and_weight_senders_listen_at_their_own_address_alone() -> None
     store, port = listen("127.0.0.1", Deadline(60))
     try:
         assert wildcards() == before
-        other = call("127.0.0.1", port, Deadline(60))
+        other = call("127.0.0.1", port, store.secret, Deadline(60))
         other.set("key", "value")
         assert store.get("key") == b"value"
     finally:
         groups.close()
+
+
+def test_a_transfer_reads_nothing_that_was_written_without_its_secret() -> None:
+    """Whoever reaches the port can list, read and write the keys of torch's store."""
+    store, port = listen("127.0.0.1", Deadline(60))
+    store.set("key", "value")
+    outsider = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60), wait_for_workers=False)
+    signed = bytes(outsider.get("key"))
+    outsider.set("another key", signed)
+    outsider.set("key", "other")
+    call("127.0.0.1", port, "a guess", Deadline(60)).set("third", "value")
+    receiver = Rendezvous(call("127.0.0.1", port, store.secret, Deadline(60)), 1, 2)
+    for key in ("key", "another key", "third"):
+        with pytest.raises(TransferError, match=f"{key} was not written by a rank of this transfer"):
+            receiver.get(key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", [True, False])
+def test_a_link_takes_nobody_for_a_rank_who_lacks_the_secret(known: bool) -> None:
+    """Gloo takes whoever connects first. Here the addresses come by a store that anybody may write to."""
+    plain = store_at("127.0.0.1", 0, None, timedelta(seconds=60), wait_for_workers=False)
+
+    class Open(SignedStore):
+        def set(self, key: str, value: str | bytes) -> None:
+            self._store.set(key, value)  # type: ignore[arg-type]
+
+        def get(self, key: str) -> bytes:
+            return bytes(self._store.get(key))
+
+    def link(rank: int, secret: str) -> GlooLink | TransferError:
+        mine = dist.TCPStore("127.0.0.1", plain.port, None, False, timeout=timedelta(seconds=60))
+        try:
+            return GlooLink(Open(mine, secret), rank, 2, "127.0.0.1", Deadline(60))
+        except TransferError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        links = list(pool.map(link, [0, 1], ["secret", "secret" if known else "a guess"]))
+    for one in links:
+        if isinstance(one, GlooLink):
+            one.close()
+    if known:
+        assert not any(isinstance(one, TransferError) for one in links)
+    else:
+        assert any("does not belong to the transfer" in str(one) for one in links)
+        assert all(isinstance(one, TransferError) for one in links), "neither sends nor takes a byte"
 
 
 def test_a_store_can_be_made_again_at_once_at_the_same_port() -> None:

@@ -463,10 +463,10 @@ def test_a_sender_that_is_gone_or_frozen_is_noticed_though_its_store_never_answe
 ) -> None:
     monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.5)
     with pytest.raises(TransferError, match=r"no sender answers at 127.0.0.1:\d+"):
-        call("127.0.0.1", free_port(), Deadline(100_000.0))
+        call("127.0.0.1", free_port(), "secret", Deadline(100_000.0))
     late = pytest.raises(TransferError, match=r"no sender answers at 127.0.0.1:\d+")
     with socket.create_server(("127.0.0.1", 0)) as silent, late:  # the kernel accepts for a frozen process
-        call("127.0.0.1", silent.getsockname()[1], Deadline(100_000.0))
+        call("127.0.0.1", silent.getsockname()[1], "secret", Deadline(100_000.0))
     frozen = threading.Event()
 
     class Store:

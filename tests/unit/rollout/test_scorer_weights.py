@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelRef]:
 
 def order(version: int, model: str = "critic") -> Receive:
     bucket = Bucket(names=[], dtypes=[], shapes=[], offsets=[], nbytes=0)
-    segment = Segment(index=0, model=model, host="127.0.0.1", port=1, buckets=[bucket])
+    segment = Segment(index=0, model=model, host="127.0.0.1", port=1, secret="s", buckets=[bucket])
     other = segment.model_copy(update={"model": "actor"})
     offer = Offer(version=version, epoch=1, backend="gloo", segments=[other, segment])
     return Receive(offer=offer, rank_offset=1, world_size=2)

@@ -152,6 +152,7 @@ class WeightSender:
                             model=model,
                             host=line.host,
                             port=line.port,
+                            secret=line.store.secret,
                             buckets=mine,
                         )
                     )

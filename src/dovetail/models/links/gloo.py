@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import socket
 from contextlib import suppress
 from typing import Any
@@ -11,13 +12,15 @@ import torch.distributed as dist
 
 from dovetail.models.compat import gloo_group
 from dovetail.models.links.deadline import Deadline, Handle, TransferError, first_line, in_time
+from dovetail.models.links.rendezvous import PROOF_BYTES, SignedStore
 
 
 class GlooLink:
     """Rank 0 sends, and ranks 1 to `world` - 1 receive. Tensors on a GPU travel through host memory."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int, host: str, deadline: Deadline):
-        """`host`: the address of the sender. Raises TransferError."""
+    def __init__(self, store: SignedStore, rank: int, world: int, host: str, deadline: Deadline):
+        """`host`: the address of the sender. Every two ranks prove to each other that they know the store's secret,
+        because Gloo takes whoever connects first. Raises TransferError."""
         self._rank = rank
         try:
             # The call asks the store, which may be frozen.
@@ -30,6 +33,32 @@ class GlooLink:
             if isinstance(error, TransferError):
                 raise
             raise TransferError(f"the ranks met but could not connect: {first_line(error)}") from error
+        try:
+            self._prove(store, rank, [other for other in range(world) if other != rank], deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prove(self, store: SignedStore, rank: int, others: list[int], deadline: Deadline) -> None:
+        def proof(sender: int, receiver: int) -> bytes:
+            return store.proof(f"gloo {sender} to {receiver}")
+
+        sent, shown = [], {other: torch.empty(PROOF_BYTES, dtype=torch.uint8) for other in others}
+        try:
+            for other in others:
+                mine = torch.frombuffer(bytearray(proof(rank, other)), dtype=torch.uint8)
+                sent.append((self._group.send([mine], other, 0), mine))
+            for other in others:
+                self._group.recv([shown[other]], other, 0).wait(deadline.left())
+            for work, _ in sent:
+                work.wait(deadline.left())
+        except RuntimeError as error:
+            if isinstance(error, TransferError):
+                raise
+            raise TransferError(f"the ranks met but could not connect: {first_line(error)}") from error
+        for other in others:
+            if not hmac.compare_digest(shown[other].numpy().tobytes(), proof(other, rank)):
+                raise TransferError(f"what connected as rank {other} does not belong to the transfer")
 
     def broadcast(self, buffer: torch.Tensor, deadline: Deadline) -> Handle:
         """See `Link`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Literal, NamedTuple
 
 import torch.distributed as dist
@@ -19,6 +21,47 @@ LOOK_SECONDS = 0.02
 ANSWER_SECONDS = 20.0
 
 
+PROOF_BYTES = 32
+
+
+class SignedStore(dist.Store):
+    """A store that gives only values of those who know `secret`. torch's own asks nobody who connects for anything. The
+    offer of a transfer brings the secret to the receivers."""
+
+    def __init__(self, store: dist.Store, secret: str) -> None:
+        super().__init__()
+        self._store, self.secret = store, secret
+
+    def proof(self, text: str, value: bytes = b"") -> bytes:
+        """What shows that the writer of `text` and `value` knows the secret: PROOF_BYTES bytes."""
+        return hmac.digest(self.secret.encode(), f"{len(text)} {text}".encode() + value, "sha256")
+
+    def within(self, prefix: str) -> SignedStore:
+        """The same store, with a prefix before every key."""
+        return SignedStore(dist.PrefixStore(prefix, self._store), self.secret)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Store a signed value."""
+        given = value.encode() if isinstance(value, str) else bytes(value)
+        self._store.set(key, self.proof(key, given) + given)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        """The value of a key. Raises RuntimeError if it was written without the secret."""
+        found = bytes(self._store.get(key))
+        shown, value = found[:PROOF_BYTES], found[PROOF_BYTES:]
+        if not hmac.compare_digest(shown, self.proof(key, value)):
+            raise RuntimeError(f"{key} was not written by a rank of this transfer")
+        return value
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all the keys exist."""
+        return bool(self._store.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all the keys exist."""
+        self._store.wait(keys, *([] if timeout is None else [timeout]))
+
+
 class Rendezvous:
     """The meeting of the `world` ranks of a channel, as rank `rank` sees it. `cancelled` is asked while this rank
     waits. Once it is true, this rank and all others give up.
@@ -26,7 +69,7 @@ class Rendezvous:
     Every method raises TransferError if the store is gone or does not answer, because then the sender is gone or
     frozen."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int, cancelled: Callable[[], bool] = lambda: False):
+    def __init__(self, store: SignedStore, rank: int, world: int, cancelled: Callable[[], bool] = lambda: False):
         self.store, self.rank, self.world = store, rank, world
         self._cancelled = cancelled
         self._looked = 0.0
@@ -38,7 +81,7 @@ class Rendezvous:
 
     def get(self, key: str) -> bytes:
         """The value of a key that exists."""
-        return self._ask(lambda: bytes(self.store.get(key)))
+        return self._ask(lambda: self.store.get(key))
 
     def count(self, key: str, default: int = 0) -> int:
         """The number stored at a key, or `default` if the key does not exist yet."""
@@ -47,7 +90,7 @@ class Rendezvous:
     def has(self, keys: Iterable[str]) -> bool:
         """Whether all the keys exist."""
         wanted = list(keys)
-        return self._ask(lambda: bool(self.store.check(wanted)))
+        return self._ask(lambda: self.store.check(wanted))
 
     def wait(
         self,
