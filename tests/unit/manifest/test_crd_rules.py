@@ -4,11 +4,13 @@ import re
 
 import pytest
 
-from dovetail.manifest.checks.cel import CelRule
+from dovetail.manifest.checks.cel import CelRule, as_seen, evaluate
 from dovetail.manifest.checks.immutable import TRANSITION_RULES
 from dovetail.manifest.checks.name_rules import NAME_RULES
 from dovetail.manifest.checks.rules import CEL_RULES
 from dovetail.manifest.describe.crd import crd
+from dovetail.manifest.types import RLHFJobSpec
+from helpers.fake_cluster import manifest
 
 VERSION = crd()["spec"]["versions"][0]
 ROOT = VERSION["schema"]["openAPIV3Schema"]
@@ -50,6 +52,33 @@ def test_only_transition_rules_look_back():
     assert not any("oldSelf" in rule.rule for rule in CEL_RULES)
     for rule in TRANSITION_RULES:
         assert rule.rule.startswith("!has(oldSelf.status) || "), "a job that is not planned may be corrected"
+
+
+def refused(before, **after):
+    """The sentences for a change of a planned job."""
+    planned = {"status": {"conditions": [{"type": "Planned", "status": "True"}]}}
+    sides = {
+        name: planned | {"spec": as_seen(RLHFJobSpec.model_validate(spec))}
+        for name, spec in (("oldSelf", before), ("self", before | after))
+    }
+    rules = [(re.sub(r"\b(self|oldSelf)\.", r"self.\1.", rule.rule), rule.message) for rule in TRANSITION_RULES]
+    return [message for rule, message in rules if not evaluate(rule, sides)]
+
+
+def test_the_number_of_trainers_may_change_while_the_job_is_suspended():
+    spec = manifest()["spec"]
+    train, gen = spec["groups"]
+    more = [train | {"replicas": 3}, gen]
+    assert refused(spec) == []
+    assert refused(spec, groups=[train, gen | {"maxReplicas": 5}]) == []
+    sentence = (
+        "replicas of a trainer group in spec.groups cannot change while the job may run; set spec.suspend to true"
+    )
+    assert refused(spec, groups=more) == [f"{sentence} first."]
+    assert refused(spec, groups=more, suspend=True) == []
+    assert refused(spec | {"suspend": True}, groups=more, suspend=False) == [f"{sentence} first."]
+    (sentence,) = refused(spec, seed=5, suspend=True)
+    assert sentence.startswith("spec.seed cannot change once the job is planned")
 
 
 def test_a_sentence_with_values_becomes_an_expression():
