@@ -1,6 +1,6 @@
 """GRPO against TRL's GRPOTrainer: the same optimizer steps, and runs of three small tasks side by side.
 
-    python benchmarks/bench_race.py [--seeds 5] [--tasks sort reverse sums] [--parts steps race] [--whole]
+    python benchmarks/bench_race.py [--seeds 5] [--tasks sort reverse sums] [--parts steps race] [--runs FOLDER]
 
 Steps: TRL trains a few optimizer steps. Our trainer's step command makes them once more from TRL's samples, rewards and
 log-probabilities. A case passes if the changes that the steps made to the weights agree to a thousandth (L2 norm of the
@@ -9,8 +9,8 @@ difference over that of TRL's change). Two cases are measured and not judged, be
 Race: for each task one base model (two layers of 64, SFT until it is right now and then), and the same prompts, rewards
 and settings for both. `ours` has TRL's AdamW (beta2 0.999, linear decay, no warm-up), `ours, own AdamW` our defaults
 (beta2 0.95, cosine, 3% warm-up). There the trainer and the order of the prompts are ours, and the samples are drawn in
-this process, because a job's servers take longer to start than such a run. With --whole each of these runs is a job as
-`dovetail run` starts it. One program judges all results on 256 held-out prompts. Runs that are in --runs are read."""
+this process, because a job's servers take longer to start than such a run. One program judges all results on 256
+held-out prompts. Runs that are in --runs are read."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def compare_steps(base: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def race(base: Path, task: str, seed: int, system: str, whole: bool, work: Path) -> dict[str, Any]:
+def race(base: Path, task: str, seed: int, system: str, work: Path) -> dict[str, Any]:
     """The JSON line of a run."""
-    folder = work / f"{task}-{seed}-{list(SYSTEMS).index(system)}{'-whole' if whole else ''}"
+    folder = work / f"{task}-{seed}-{list(SYSTEMS).index(system)}"
     found = folder / "result.json"
     if not found.exists():
         folder.mkdir(exist_ok=True)
@@ -70,7 +70,7 @@ def race(base: Path, task: str, seed: int, system: str, whole: bool, work: Path)
             rewards = trl_grpo.run(base, SETTINGS, seed, model).rewards
         else:
             job = ours.manifest(base, SETTINGS, seed, optimizer)
-            model, rewards = ours.run(job, folder / "run") if whole else ours.run_here(job, base, model)
+            rewards = ours.run(job, base, model)
         line = {"measurement": "race", "task": task, "seed": seed, "system": system}
         line |= judge_folder(model, base) | {"last_rewards": statistics.fmean(rewards[-10:])}
         found.write_text(json.dumps(line | {"rewards": rewards}))
@@ -129,7 +129,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS))
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--whole", action="store_true", help="run our jobs with all their processes")
     parser.add_argument("--runs", type=Path, help="keep runs here, and read those that are there")
     parser.add_argument("--json", type=Path, help="also append the JSON lines to this file")
     parser.add_argument("--parts", nargs="*", choices=("steps", "race"), default=["steps", "race"])
@@ -146,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         # By seeds first, so that a run that is stopped has as many of each task.
         for seed in range(options.seeds if "race" in options.parts else 0):
             for task, system in itertools.product(options.tasks, options.systems):
-                lines.append(race(work / "base" / task, task, seed, system, options.whole, work))
+                lines.append(race(work / "base" / task, task, seed, system, work))
     lines += differences([line for line in lines if line["measurement"] == "race"])
     show(lines)
     text = "".join(json.dumps(line) + "\n" for line in lines)

@@ -1,4 +1,4 @@
-"""Our jobs on the tasks, and TRL's optimizer steps repeated by our trainer."""
+"""Our trainer on the tasks, and TRL's optimizer steps repeated by our trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dovetail.coordinator.data.blend import Blend
-from dovetail.local.calibrate.measure import run_one
 from dovetail.manifest.types import Parallelism, RLHFJob, Stage
 from dovetail.protocol.messages import Action, Load, ModelRef, Step
 from dovetail.protocol.wire import pack
@@ -65,13 +64,6 @@ def manifest(base: Path, settings: dict[str, Any], seed: int, optimizer: dict[st
     return RLHFJob.model_validate(
         {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "race"}, "spec": spec}
     )
-
-
-def run(job: RLHFJob, folder: Path) -> tuple[Path, list[float]]:
-    """The trained model's folder, and the mean reward of each iteration. Raises RunError if the job fails."""
-    run_one(job, folder)
-    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-    return folder / "models" / "actor", [line["metrics"]["reward"] for line in lines if line["stage"] == "ppo"]
 
 
 def repeat(job: RLHFJob, base: Path, steps: list[dict[str, Tensor]]) -> dict[str, float]:
@@ -159,8 +151,10 @@ class Trainer:
         self._runner.close()
 
 
-def run_here(job: RLHFJob, base: Path, folder: Path) -> tuple[Path, list[float]]:
-    """`run` without servers: our trainer, our order of the prompts, and samples that Transformers draws here."""
+def run(job: RLHFJob, base: Path, folder: Path) -> list[float]:
+    """Train with our trainer and our order of the prompts, on samples that are drawn here. The result goes to `folder`.
+
+    Returns the mean reward of each iteration."""
     from transformers import AutoModelForCausalLM
 
     ppo, longest = job.spec.ppo, job.spec.generation.max_tokens
@@ -200,7 +194,7 @@ def run_here(job: RLHFJob, base: Path, folder: Path) -> tuple[Path, list[float]]
         tokens.save_pretrained(folder)
     finally:
         trainer.close()
-    return folder, rewards
+    return rewards
 
 
 @torch.no_grad()
