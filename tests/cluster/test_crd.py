@@ -158,7 +158,13 @@ def test_types(dry_run, changes, sentence):
     assert sentence in dry_run.create(changed(**changes))
 
 
-@pytest.mark.parametrize(("changes", "sentence"), CASES, ids=[s[:60] for _, s in CASES])
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        pytest.param(*case, id=case[1][:60], marks=() if number % 8 == 0 else pytest.mark.nightly)
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_rules_say_what_dovetail_validate_says(dry_run, changes, sentence):
     """tests/unit/manifest/test_rules.py runs the same rules on far more manifests; here are the API server's own types,
     costs and messages."""

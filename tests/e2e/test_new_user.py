@@ -91,6 +91,7 @@ def test_the_data_and_the_job_are_checked_before_it_runs(here: Path, manifest: P
     assert "is valid" in checked
 
 
+@pytest.mark.nightly
 def test_a_model_is_measured_for_schedules(here: Path, manifest: Path, tmp_path: Path) -> None:
     small = ("--repeats", "1", "--no-link", "--micro-batch", "1", "--tokens", "8")
     dovetail(here, "profile", manifest.name, "-o", str(tmp_path / "profile.json"), *small)

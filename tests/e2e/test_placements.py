@@ -70,6 +70,7 @@ def test_flattening_trains_and_generates_on_the_same_pods(tmp_path: Path, separa
     assert loaded(tmp_path, "pods-0-scorer") == [["critic", "reference", "reward"]]
 
 
+@pytest.mark.nightly
 def test_interleaving_scores_on_unlike_scorers_though_one_dies(tmp_path: Path, separation: Path) -> None:
     """The only scorer with the reference is killed while samples are generated."""
     dies = Fault("pods-0-scorer", lambda s: bool(s["stage"] == "ppo" and s["phase"] == "generation"))

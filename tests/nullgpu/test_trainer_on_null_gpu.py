@@ -102,6 +102,14 @@ TRAINING: dict[str, dict[str, Any]] = {
 }
 
 
+# Each way in which ranks share work is in one of these.
+ALWAYS = ("pp2", "sharded", "V, fused", "V2", "dedicated", "by layer", "all")
+
+
+def layouts(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.nightly) for name in names]
+
+
 def train(null_gpu: Run, name: str) -> Ended:
     scenario = TRAINING[name]
     sizes = scenario["layout"].values()
@@ -111,7 +119,7 @@ def train(null_gpu: Run, name: str) -> Ended:
     return null_gpu(name, "trainer.train", **{"world": world, **scenario})
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", layouts(*TRAINING))
 def test_a_layout_trains(null_gpu: Run, name: str) -> None:
     """No rank waits for a message that its peer sends later, and every rank learns of all steps."""
     for result in train(null_gpu, name).good():
@@ -145,14 +153,14 @@ def test_ranks_that_share_a_gpu_send_through_host_memory(null_gpu: Run) -> None:
         assert result["staged"] == [False, False]
 
 
-@pytest.mark.parametrize("name", ["pp4", "side by side", "V, fused", "V"])
+@pytest.mark.parametrize("name", layouts("pp4", "side by side", "V, fused", "V"))
 def test_few_receives_wait_on_the_gpu_at_once(null_gpu: Run, name: str) -> None:
     """Each spins on multiprocessors that compute needs."""
     for result in train(null_gpu, name).good():
         assert result["receiving"] <= 2
 
 
-@pytest.mark.parametrize("name", ["pp2", "pp4", "V, fused", "W", "side by side", "dedicated", "all"])
+@pytest.mark.parametrize("name", layouts("pp2", "pp4", "V, fused", "W", "side by side", "dedicated", "all"))
 def test_messages_have_streams_of_their_own(null_gpu: Run, name: str) -> None:
     """torch gives communicators the streams of a pool of 32 in turn. A message that waits on a stream for another one,
     of a communicator that has nothing to do with it, can hold up a pipeline for ever."""
@@ -177,7 +185,7 @@ def test_every_group_has_the_deadline_of_the_trainer(null_gpu: Run) -> None:
         assert found["deadlines"] == [20 * 240.0, *[240.0] * 6]
 
 
-@pytest.mark.parametrize("name", ["adapters", "all"])
+@pytest.mark.parametrize("name", layouts("adapters", "all"))
 def test_an_export_holds_whole_tensors(null_gpu: Run, name: str) -> None:
     folder = train(null_gpu, name).folder
     for model, head in (("actor", "lm_head.weight"), ("ema", "lm_head.weight"), ("critic", "score.weight")):

@@ -314,6 +314,7 @@ def four_ranks(layers: int = 8, lora: dict[str, Any] | None = None, **plan: Any)
     return RLHFJobSpec.model_validate(document)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_auto_lays_stages_in_a_v_where_that_is_faster(tmp_path: Path) -> None:
     spec = four_ranks(activationMemory=1)

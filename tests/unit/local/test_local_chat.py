@@ -92,7 +92,7 @@ def test_the_command_reads_piped_lines(run_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("utf-8", marks=pytest.mark.nightly)])
 def test_questions_may_hold_any_bytes(run_dir, encoding):
     command = [sys.executable, "-P", "-m", "dovetail.cli.main", "chat", str(run_dir), "--model", "sft"]
     command += ["--engine", "transformers", "--max-tokens", "2"]

@@ -35,6 +35,7 @@ def test_it_costs_no_more_than_the_fastest(found):
     assert found.prediction.iteration_seconds >= fastest.prediction.iteration_seconds
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_pool_that_is_too_dear_is_left_alone(found):
     dear = cheapest(spec(), {}, pools(pricePerGPUHour=400))
@@ -42,6 +43,7 @@ def test_a_pool_that_is_too_dear_is_left_alone(found):
     assert price(dear) >= price(found)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_short_lives_are_paid_for_until_others_are_cheaper(found):
     short = cheapest(spec(), {}, pools(meanLifetimeHours=1))

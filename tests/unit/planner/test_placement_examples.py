@@ -52,7 +52,7 @@ def drawn(lengths: Lengths, count: int, at: float, rng: np.random.Generator) -> 
 @pytest.mark.parametrize(
     ("job", "inventory"),
     [
-        pytest.param("rlhf-65b.yaml", "a100x128.yaml", marks=pytest.mark.slow),
+        pytest.param("rlhf-65b.yaml", "a100x128.yaml", marks=[pytest.mark.slow, pytest.mark.nightly]),
         ("quickstart.yaml", "a100-v100-a10.yaml"),
         pytest.param("quickstart-cluster.yaml", "a100-v100-a10.yaml", marks=pytest.mark.slow),
         ("quickstart-cluster.yaml", None),
