@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dovetail.coordinator.coordinated_job import CoordinatedJob
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.loop import supervised
@@ -365,7 +366,7 @@ def test_a_stage_that_ended_just_before_the_coordinator_can_begin_anew(
         records.put("sft/done", True)
 
         given: Any = SimpleNamespace(store=records)
-        stages = SupervisedStages(given, given, tmp_path, "run", given, session, given, given, given, given)
+        stages = SupervisedStages(CoordinatedJob(given, given, tmp_path, "run", given, given), session, given, given)
         finished: Any = SimpleNamespace(stage=Stage.SFT, export_to=tmp_path)
         await stages._run(finished)
         session.begin(plan(), 0)
@@ -426,7 +427,7 @@ def test_equal_replies_are_told_when_a_stage_begins(
     )
     batches: Any = SimpleNamespace(equal_pairs=lambda: "2 of 9 pairs have equal replies")
     given: Any = None
-    stages = SupervisedStages(given, given, tmp_path, "run", records, given, given, given, batches, given)
+    stages = SupervisedStages(CoordinatedJob(given, given, tmp_path, "run", records, given), given, batches, given)
     run(stages._run(SimpleNamespace(stage=stage, steps=1)))  # type: ignore[arg-type]
     pairs = stage is not Stage.SFT
     assert told == ["2 of 9 pairs have equal replies" if pairs else "", "learns"]

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dovetail.coordinator.coordinated_job import CoordinatedJob
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.loop.iteration_metrics import distinct_responses, equal_groups, iteration_metrics, mean_kl
 from dovetail.coordinator.loop.ppo_stage import PPOStage
 from dovetail.coordinator.reporting.health import REASONS, Rules, UnhealthyError, judge
-from dovetail.coordinator.store.manifest_changes import Settled
 from dovetail.coordinator.store.samples import NewSample
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.experience import Experience
@@ -181,14 +181,10 @@ class Run:
             rest=self._save,
             discard=records.store.samples.forget,
         )
+        sources: Any = SimpleNamespace(policy=lambda: None, critic=lambda: None)
         self.stage = PPOStage(
-            spec,
-            engines.plan,
-            folder,
-            records,
+            CoordinatedJob(spec, engines.plan, folder, engines.run_id, records, sources),
             None,  # type: ignore[arg-type]
-            SimpleNamespace(policy=lambda: None, critic=lambda: None),  # type: ignore[arg-type]
-            Settled(spec, records.store),
             engines.session,
             SimpleNamespace(publish=self._publish),  # type: ignore[arg-type]
             maker,  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from dovetail.coordinator.coordinated_job import CoordinatedJob
 from dovetail.coordinator.loop.ppo_stage import PPOStage
 from dovetail.coordinator.reporting.telemetry import Status
 from dovetail.operator.reconcile import progress
@@ -31,10 +32,10 @@ def stage(prediction: Prediction | None) -> tuple[PPOStage, Any]:
     plan = make_plan(spec).model_copy(update={"prediction": prediction})
     logged: list[tuple[str, Any]] = []
     records: Any = SimpleNamespace(
-        store=None, progress=Status(), log=lambda event, **told: logged.append((event, told)), logged=logged
+        store={}, progress=Status(), log=lambda event, **told: logged.append((event, told)), logged=logged
     )
     unused: Any = None
-    return PPOStage(spec, plan, Path(), records, *[unused] * 7), records
+    return PPOStage(CoordinatedJob(spec, plan, Path(), "", records, unused), *[unused] * 5), records
 
 
 def test_iterations_that_are_off_reach_the_jobs_status() -> None:

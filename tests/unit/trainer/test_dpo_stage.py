@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dovetail.coordinator.coordinated_job import CoordinatedJob
 from dovetail.coordinator.data.text.tokenize import Encoded, dpo_batch
 from dovetail.coordinator.loop.supervised import SupervisedStages
 from dovetail.coordinator.store.reference_logprobs import ReferenceLogprobs
@@ -155,7 +156,8 @@ def test_the_reference_is_computed_for_few_steps_ahead_and_says_how_far_it_is(tm
     batches: Any = SimpleNamespace(references=references, arrays=arrays.__getitem__)
     session: Any = Session()
     unused: Any = None
-    stages = SupervisedStages(spec, unused, tmp_path, "run", records, session, unused, unused, batches, unused)
+    job_ = CoordinatedJob(spec, unused, tmp_path, "run", records, unused)
+    stages = SupervisedStages(job_, session, batches, unused)
     stage: Any = SimpleNamespace(steps=200, checkpoint_every=1, eval_batches=["dpo-eval/0"])
     before = []
     for step in range(200):
@@ -165,7 +167,7 @@ def test_the_reference_is_computed_for_few_steps_ahead_and_says_how_far_it_is(tm
             at = len([key for key in asked if not key.startswith("dpo-eval/")])
             assert (step, at) in [(0, 10), (10, 40), (40, 160), (160, 200)]
     assert sorted(asked) == sorted(arrays), "each once"
-    again = SupervisedStages(spec, unused, tmp_path, "run", records, session, unused, unused, batches, unused)
+    again = SupervisedStages(job_, session, batches, unused)
     asyncio.run(again._references(stage, 0))
     assert len(asked) == len(arrays), "also after a restart"
     store.close()

@@ -28,6 +28,7 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from dovetail.coordinator.coordinated_job import CoordinatedJob
 from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.data.prepare import GivenPrompt, Prepared, prepare
@@ -53,7 +54,7 @@ from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
 from dovetail.coordinator.store.delivery import check, deliver
 from dovetail.coordinator.store.identity import check_complete, identify
-from dovetail.coordinator.store.manifest_changes import Settled, adopt, reshard
+from dovetail.coordinator.store.manifest_changes import adopt, reshard
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.coordinator.workers.publishing import Publisher
@@ -201,13 +202,10 @@ class Engines:
         await folders.check_all()
         self.session.folders = folders
         sources = ModelSources(spec, settings.run_dir, prepared.model_ref, self._rewards is None)
-        settled = Settled(spec, records.store)
+        job = CoordinatedJob(spec, self.plan, settings.run_dir, self.run_id, records, sources)
         self._maker = maker = ExperienceMaker(
-            spec,
-            self.plan,
-            records,
+            job,
             prepared,
-            sources,
             folders,
             self.fleet,
             http,
@@ -232,31 +230,8 @@ class Engines:
             beside=spec.ppo.lag > 0,
             on_spans=records.timeline.add,
         )
-        self._supervised = SupervisedStages(
-            spec,
-            self.plan,
-            settings.run_dir,
-            self.run_id,
-            records,
-            self.session,
-            sources,
-            settled,
-            self._batches,
-            prepared.total_steps,
-        )
-        self._ppo = PPOStage(
-            spec,
-            self.plan,
-            settings.run_dir,
-            records,
-            prepared,
-            sources,
-            settled,
-            self.session,
-            sync,
-            maker,
-            evaluation,
-        )
+        self._supervised = SupervisedStages(job, self.session, self._batches, prepared.total_steps)
+        self._ppo = PPOStage(job, prepared, self.session, sync, maker, evaluation)
         # This is set last. It says that everything that `__aexit__` closes is there.
         self._prepared = prepared
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._hold())]

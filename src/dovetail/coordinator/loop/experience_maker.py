@@ -12,15 +12,14 @@ from contextlib import contextmanager
 import aiohttp
 import numpy as np
 
+from dovetail.coordinator.coordinated_job import CoordinatedJob
 from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.data.prepare import Prepared, PromptRecord
 from dovetail.coordinator.data.seeds import sample_seed
 from dovetail.coordinator.data.text.texts import Texts
 from dovetail.coordinator.loop.dynamic_sampling import Further, IterationPrompts, replaced_key
 from dovetail.coordinator.loop.experience_assembly import ExperienceAssembly
-from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.record import record
-from dovetail.coordinator.reporting.run_records import RunRecords
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
 from dovetail.coordinator.rewards.calls import Calls, evaluation_slot
 from dovetail.coordinator.samples.evaluation_metrics import HeldOutAnswer
@@ -40,11 +39,9 @@ from dovetail.coordinator.store.store import StoreError, in_slices
 from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.coordinator.workers.publishing import Target
 from dovetail.manifest.critic import has_critic
-from dovetail.manifest.types import RLHFJobSpec
 from dovetail.protocol.budgets import RESPONSE_BLOCK
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import Span
-from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.process_names import rollout_of
 from dovetail.protocol.sampling import asked_of_servers
 
@@ -78,11 +75,8 @@ class ExperienceMaker:
 
     def __init__(
         self,
-        spec: RLHFJobSpec,
-        plan: Plan,
-        records: RunRecords,
+        job: CoordinatedJob,
         prepared: Prepared,
-        sources: ModelSources,
         folders: ModelFolders,
         fleet: Fleet,
         session: aiohttp.ClientSession,
@@ -92,6 +86,7 @@ class ExperienceMaker:
         start_seconds: float,
         on_first: Callable[[int], None] = lambda version: None,
     ) -> None:
+        spec, plan, records, sources = job.spec, job.plan, job.records, job.sources
         self._spec, self._records, self._prepared = spec, records, prepared
         self._fleet, self._session, self._folders = fleet, session, folders
         self._samples = records.store.samples

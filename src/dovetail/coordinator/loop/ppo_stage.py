@@ -7,19 +7,17 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dovetail.coordinator.coordinated_job import CoordinatedJob
 from dovetail.coordinator.data.prepare import GivenPrompt, Prepared
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker, samples_lane
 from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, one_after_the_other, other_seconds, times
 from dovetail.coordinator.loop.kl_controller import KLController
-from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.open_iterations import OpenIterations
 from dovetail.coordinator.loop.plan_check import Expected, PlanCheck
 from dovetail.coordinator.reporting.health import UnhealthyError, Verdict
 from dovetail.coordinator.reporting.health_watch import HealthWatch
-from dovetail.coordinator.reporting.run_records import RunRecords
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
 from dovetail.coordinator.reporting.summary import mean_ci95
 from dovetail.coordinator.samples.best_weights import BestWeights
@@ -64,22 +62,19 @@ class PPOStage:
 
     def __init__(
         self,
-        spec: RLHFJobSpec,
-        plan: Plan,
-        run_dir: Path,
-        records: RunRecords,
+        job: CoordinatedJob,
         prepared: Prepared,
-        sources: ModelSources,
-        settled: Settled,
         session: TrainerSession,
         sync: WeightSync,
         maker: ExperienceMaker,
         evaluation: Evaluator,
     ) -> None:
+        spec, plan, run_dir, records = job.spec, job.plan, job.folder, job.records
         self._spec, self._plan, self._run_dir = spec, plan, run_dir
         self._kept = BestWeights(spec, run_dir, records.store, session, evaluation)
         self._evaluation = evaluation
-        self._records, self._prepared, self._sources, self._settled = records, prepared, sources, settled
+        self._records, self._prepared, self._sources = records, prepared, job.sources
+        self._settled = Settled(spec, records.store)
         self._session, self._sync, self._maker = session, sync, maker
         self._saving: asyncio.Task[None] | None = None
         self._scheduling: Scheduling | None = None

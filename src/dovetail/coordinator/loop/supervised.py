@@ -9,17 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dovetail.coordinator.loop.model_sources import ModelSources
-from dovetail.coordinator.reporting.run_records import RunRecords
+from dovetail.coordinator.coordinated_job import CoordinatedJob
 from dovetail.coordinator.schedules.step_commands import supervised_step
 from dovetail.coordinator.schedules.stored_schedule import applies, scheduled
 from dovetail.coordinator.serving.served_batches import Batches
 from dovetail.coordinator.store.identity import check_model
 from dovetail.coordinator.store.manifest_changes import Settled
 from dovetail.coordinator.workers.trainer_session import StagePlan, StepRecords, TrainerSession
-from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import CommandResult, ModelRef, Step
-from dovetail.protocol.plan import Plan
 
 if TYPE_CHECKING:
     from dovetail.coordinator.schedules.stage_schedules import StageSchedules
@@ -124,23 +122,14 @@ class SupervisedStages:
     """The job's SFT, reward-model and DPO stages. Each continues at the step that the store names. A finished stage is
     skipped.
 
-    `steps(stage)` returns the number of steps of a stage. Only exported models of the run `run_id` are accepted."""
+    `steps(stage)` returns the number of steps of a stage. Only exported models of the job's run are accepted."""
 
     def __init__(
-        self,
-        spec: RLHFJobSpec,
-        plan: Plan,
-        run_dir: Path,
-        run_id: str,
-        records: RunRecords,
-        session: TrainerSession,
-        sources: ModelSources,
-        settled: Settled,
-        batches: Batches,
-        steps: Callable[[Stage], int],
+        self, job: CoordinatedJob, session: TrainerSession, batches: Batches, steps: Callable[[Stage], int]
     ) -> None:
-        self._spec, self._plan, self._models, self._run_id = spec, plan, run_dir / "models", run_id
-        self._records, self._session, self._sources, self._settled = records, session, sources, settled
+        self._spec, self._plan, self._models, self._run_id = job.spec, job.plan, job.folder / "models", job.run
+        self._records, self._session, self._sources = job.records, session, job.sources
+        self._settled = Settled(job.spec, job.records.store)
         self._batches, self._steps = batches, steps
 
     async def sft(self) -> None:
