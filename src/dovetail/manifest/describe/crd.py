@@ -12,7 +12,7 @@ from dovetail.manifest.base import NAME_PATTERN
 from dovetail.manifest.checks.immutable import TRANSITION_RULES
 from dovetail.manifest.checks.name_rules import NAME_RULES
 from dovetail.manifest.checks.rules import CEL_RULES
-from dovetail.manifest.describe.pod_template import pod_template
+from dovetail.manifest.merge import DIRECTIVE
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.type_descriptions import model_in
 from dovetail.manifest.types import KIND, RLHFJobSpec
@@ -58,7 +58,7 @@ def crd() -> Schema:
         },
     }
     for place in ("spec.groups[]", "spec.coordinator"):
-        _at(root, place)["properties"]["podTemplate"] |= pod_template()
+        _at(root, place)["properties"]["podTemplate"] |= _pod_template()
     for rule in (*NAME_RULES, *CEL_RULES, *TRANSITION_RULES):
         _at(root, rule.path).setdefault("x-kubernetes-validations", []).append(rule.schema())
     return {
@@ -205,3 +205,49 @@ def _at(root: Schema, path: str) -> Schema:
         if is_list:
             node = node["items"]
     return node
+
+
+# What the API server must know of a podTemplate: the lists whose items have names, and the fields that the rules read.
+# All other fields are open.
+
+
+def _text(description: str, most: int = 253) -> Schema:
+    return {"type": "string", "maxLength": most, "description": description}
+
+
+def _open(description: str, **properties: Schema) -> Schema:
+    opened = {"type": "object", "x-kubernetes-preserve-unknown-fields": True, "properties": properties}
+    return opened | {"description": description}
+
+
+def _list(description: str, most: int, key: str, **properties: Schema) -> Schema:
+    """A list whose items are identified by `key`. An item may also be a directive."""
+    items = _open(f"An item, with its {key}.", **properties)
+    items["anyOf"] = [{"required": [key]}, {"required": [DIRECTIVE]}]
+    return {"type": "array", "maxItems": most, "description": description, "items": items}
+
+
+def _pod_template() -> Schema:
+    """The `metadata` and `spec` of a strategic merge patch of a pod template, without the description."""
+    env = _list("Environment variables.", 256, "name", name=_text("The variable's name."))
+    mounts = _list(
+        "Where volumes are mounted.",
+        64,
+        "mountPath",
+        mountPath=_text("Path in the container.", 1024),
+        name=_text("The volume's name."),
+    )
+    name = _text("The container's name.")
+    spec = _open(
+        "The pod's specification.",
+        containers=_list("Containers; Dovetail's is `dovetail`.", 16, "name", name=name, env=env, volumeMounts=mounts),
+        initContainers=_list("Containers that run before.", 16, "name", name=name, env=env),
+        volumes=_list("Volumes.", 64, "name", name=_text("The volume's name.")),
+        # null removes the operator's value
+        imagePullSecrets=_list("Secrets for registries.", 16, "name", name=_text("The Secret's name."))
+        | {"nullable": True},
+        restartPolicy=_text("Never, or not given.", 32),
+    )
+    opened = _open("", spec=spec)
+    del opened["description"]
+    return opened

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dovetail.manifest.checks.cel import CelRule
-from dovetail.manifest.checks.rules.data_rules import DATA_RULES
-from dovetail.manifest.checks.rules.evaluation_rules import EVALUATION_RULES
+from dovetail.manifest.checks.rules.data_rules import DATA_RULES, EVALUATION_RULES
 from dovetail.manifest.checks.rules.group_rules import GROUP_RULES
 from dovetail.manifest.checks.rules.layout_rules import CONFIGURATION_RULES, LAYOUT_RULES
 from dovetail.manifest.checks.rules.model_rules import (
@@ -23,11 +22,11 @@ from dovetail.manifest.checks.rules.model_rules import (
     REWARD_RULES,
     STAGE_RULES,
     TOKENIZER_RULES,
+    TRACKER_RULES,
 )
 from dovetail.manifest.checks.rules.pod_rules import POD_RULES
 from dovetail.manifest.checks.rules.ppo_rules import BATCH_RULES, PPO_RULES, SHARED_BODY_RULES
 from dovetail.manifest.checks.rules.rule import Objects, Rule
-from dovetail.manifest.checks.rules.tracker_rules import TRACKER_RULES
 from dovetail.manifest.types import RLHFJobSpec
 
 RULES: tuple[Rule, ...] = (

@@ -1,4 +1,4 @@
-"""Rules about stages, models, rewards and the tokenizer."""
+"""Rules about stages, models, rewards, trackers and the tokenizer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DPO_RULES = (
     ),
 )
 
-# ---------------------------------------------------------------- where models go
+# ---------------------------------------------------------------- where models and metrics go
 
 OUTPUT_RULES = (
     *one_of(("spec.output",), "path", "pvc", "s3"),
@@ -56,6 +56,14 @@ OUTPUT_RULES = (
         "!has(self.path) || !self.path.contains('://')",
         "{path}.path is an address, but a path is a folder of this machine; give s3 with bucket and prefix for object "
         "storage.",
+    ),
+)
+
+TRACKER_RULES = (
+    Rule(
+        ("spec.trackers",),
+        "self.all(t, self.exists_one(u, u.kind == t.kind))",
+        "{path} names a kind twice; keep one of each.",
     ),
 )
 

@@ -1,5 +1,5 @@
 """Rules about pod templates, of groups and of the coordinator. The API server sees only the parts of a template that
-`dovetail.manifest.describe.pod_template` lists."""
+`dovetail.manifest.describe.crd` lists."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ POD_RULES = (
         lambda pods: not merge_problem(pods.pod_template),
         "{path} has a podTemplate that cannot be applied: {problem}.",
         {"problem": lambda pods: merge_problem(pods.pod_template)},
-        by_type=True,  # for the lists that describe/pod_template.py knows
+        by_type=True,  # for the lists that describe/crd.py knows
     ),
     Rule(
         _AT,
