@@ -112,7 +112,9 @@ def test_the_same_prompts_are_answered_before_sft_after_sft_and_after_grpo(train
     dovetail(trained.parent, "report", "mine")
     found = report_answers(trained)
     assert found["overview"]["evaluations"] == [-1, 0, 2]
-    assert [{row["asked"] for row in found[f"evaluation/{version}"]["rows"]} for version in (-1, 0, 2)] == answers
+    asked = [{row["asked"] for row in found[f"evaluation/{version}"]["rows"]} for version in (-1, 0, 2)]
+    assert len(asked[0]) == 6
+    assert asked[0] == asked[1] == asked[2]
 
 
 def test_what_a_run_leaves_for_others(trained: Path) -> None:

@@ -70,7 +70,7 @@ def test_the_run_page_and_its_demo_are_in_the_wheel(installed: Installed) -> Non
     site = next(installed.python.parents[1].glob("lib/*/site-packages/dovetail"))
     packed = {path.name for path in (site / "web" / "static").iterdir()}
     assert packed == {path.name for path in (ROOT / "src/dovetail/web/static").iterdir()}
-    assert (site / "local" / "run_page" / "demo.json.xz").is_file()
+    assert (site / "tools" / "run_page" / "demo.json.xz").is_file()
 
 
 def test_a_job_is_checked_explained_and_planned_without_any_extra(installed: Installed) -> None:
