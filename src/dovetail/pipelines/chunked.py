@@ -67,10 +67,17 @@ def v_min(instance: SearchInstance, rank: int, m: int) -> list[int]:
 
 
 def one_by_one(instance: SearchInstance, rank: int, m: int) -> list[int]:
-    """One micro-batch after the other, with any number of chunks. No other schedule needs less memory."""
-    chunks, count = list(instance.chunks(m)), instance.problem.models[m].micro_batches
-    backwards = [KINDS * c + kind for c in chunks[::-1] for kind in range(B, instance.kinds)]
-    return ([KINDS * c + F for c in chunks] + backwards) * count
+    """One micro-batch after the other, with any number of chunks. No other schedule needs less memory. Under a limit of
+    memory as many at once as fit."""
+    problem, chunks = instance.problem, list(instance.chunks(m))
+    count, limit = problem.models[m].micro_batches, problem.memory_limit
+    together = 1 if limit is None else max(1, int(limit / (problem.least_memory_of(len(chunks)) or limit)))
+    order: list[int] = []
+    for begun in range(0, count, together):
+        turn = [KINDS * c + F for c in chunks]
+        turn += [KINDS * c + kind for kind in range(B, instance.kinds) for c in chunks[::-1]]
+        order += [code for code in turn for _ in range(min(together, count - begun))]
+    return order
 
 
 PERIOD = 6

@@ -31,6 +31,7 @@ from dovetail.pipelines import (
     steps,
 )
 from dovetail.pipelines.search import rounds
+from dovetail.pipelines.search.steady_state import drop, restore
 
 QUICK = SearchEffort(scale=0.003, workers=1, memory=False)
 
@@ -326,6 +327,30 @@ def test_a_known_schedule_is_a_start_and_no_more():
     assert again.makespan == best.makespan
     other = find(fused_problem(4, 4, 4, 5, 2), FAMILIES["fused"], QUICK)
     assert find(problem, FAMILIES["fused"], nothing, start=other).makespan > 0
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_steady_part_is_repeated_for_the_larger_model_alone(split):
+    problem = fused_problem(4, 2, 16, 5, 2, critic_activation=0.5)
+    family = FAMILIES["fused-split" if split else "fused"]
+    fewer = drop(problem)
+    assert fewer is not None
+    assert [m.micro_batches for m in fewer.models] == [4 + 2, problem.models[1].micro_batches]
+    # One model after the other, whose actor has a steady part that can be repeated without loss.
+    short_instance, instance = family_instance(fewer, family), family_instance(problem, family)
+    short = evaluate(short_instance, fixed_orders(short_instance, FAMILIES["serial"]), family.name)
+    orders = restore(instance, short, limit=100.0)
+    assert orders is not None
+    longer = evaluate(instance, orders)
+    assert longer.makespan == pytest.approx(short.makespan + 10 * 15)
+    assert longer.peak == pytest.approx(short.peak)
+    check_steps(problem, steps(longer))
+    assert restore(instance, short, limit=short.peak / 2) is None
+    assert drop(fused_problem(4, 2, 8, 5, 2)) is None, "little would be left out"
+    # Where the critic is the larger one, its micro-batches are left out.
+    turned = drop(fused_problem(4, 4, 16, 2, 5))
+    assert turned is not None
+    assert [m.micro_batches for m in turned.models] == [16, 6]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 1. A list scheduler lists the problem and its mirror image in time, by random priority rules.
 2. The best of these schedules are improved under a limit of activation memory, by justification if backwards are split,
-   and by annealing on the critical path.
+   and by annealing on the critical path. Some are found without the larger model's steady state, which is then
+   repeated: they need less memory.
 3. If OR-Tools is installed, CP-SAT tries what these do not reach. It also proves that nothing is faster."""
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dovetail.pipelines.bound import lower_bound
 from dovetail.pipelines.families import (
     DEDICATED,
     Family,
@@ -25,47 +27,102 @@ from dovetail.pipelines.families import (
     starts,
 )
 from dovetail.pipelines.instance import Coupling
-from dovetail.pipelines.problem import ModelPipelines, ProblemError, ScheduleProblem, serial_memory
+from dovetail.pipelines.problem import ProblemError, ScheduleProblem, serial_memory
 from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
 from dovetail.pipelines.search.exact import time_unit
-from dovetail.pipelines.search.rounds import LARGE, UNLIMITED, Level, Rounds, SearchEffort
+from dovetail.pipelines.search.rounds import LARGE, UNLIMITED, Level, Rounds, SearchEffort, rank
+from dovetail.pipelines.search.steady_state import drop, mean_model, restore
 from dovetail.pipelines.simulate import Ints
 
 Finder = Callable[[ScheduleProblem, str, SearchEffort], Schedule]
 LATENCY = (
     Level(1 / 16, rules=1),
     Level(1 / 4, rules=1),
-    Level(1 / 2, work=0.3, runs=2),
+    Level(1 / 2, thin=1, work=0.3, runs=2),
     Level(rules=1),
+    Level(thin=2),
     Level(rules=1, annealing=6, work=2.5, runs=4),
 )
-SPLIT_LATENCY = (
+SPLIT_LATENCY = (  # with three kinds of passes, rules and justification find more than thinned problems
     Level(1 / 16, rules=1),
     *[Level(1 / 8, rules=1, justifying=2)] * 4,  # from new rules each time
     Level(1 / 2, rules=1, justifying=4),
     Level(1 / 4, annealing=1),
     Level(rules=1),
     Level(1 / 4, annealing=2),
-    Level(1 / 2, work=0.3, runs=2),
+    Level(1 / 2, thin=1, work=0.3, runs=2),
     Level(rules=2),
+    Level(thin=2),
     Level(rules=1, annealing=6, work=2.5, runs=4),
 )
 MEMORY = (
     Level(1 / 16, rules=1),
+    Level(1 / 2, thin=2),
+    Level(1 / 2, thin=4),
     Level(work=0.7, runs=4),
     Level(1 / 4, rules=1),
+    Level(1 / 2, thin=8),
     Level(work=6.0, runs=2),
     Level(rules=1),
     Level(rules=1, annealing=3),
+    Level(1 / 2, thin=16),
     Level(rules=2, annealing=5),
     Level(work=5.0, runs=8),
 )
+THINNED = (
+    Level(1 / 16, rules=1),
+    Level(1 / 2, rules=1),
+    Level(1 / 4, annealing=2, near=1.015),
+    Level(rules=1),
+)
+SPARES = (2, 1, 2, 3)
+"""The micro-batches that the larger model keeps beyond its warm-up, in quarters of its stages. They are tried in
+turn."""
+POLISH = 1.01
+"""A repeated steady state that ends within this factor of the target is annealed."""
 CLOSING = Level(work=2.5, runs=4)
 NEAR = 1.05
 """CP-SAT looks for a schedule at the bound only if the best one is within this factor of it."""
 
 
 class _Search(Rounds):
+    def without_steady_state(self, limit: float, target: float, level: Level, most: float = 0.0) -> bool:
+        """Whether a schedule without the larger model's steady state was found that becomes one of `target` within
+        `limit` when the steady state is restored. A makespan below `most` is kept, even if it is above `target`."""
+        for number in range(level.thin):
+            fewer = drop(self.instance.problem, SPARES[number % len(SPARES)])
+            if (self.rounds or self.long) and self.left() <= 0:
+                return False
+            if fewer is None:
+                continue
+            self.rounds += 1
+            instance = family_instance(replace(fewer, memory_limit=None), self.family)
+            # Both bounds are without limits. What the limit adds to the bound of the whole problem does not hold for a
+            # part.
+            whole = family_instance(replace(self.instance.problem, memory_limit=None), self.family)
+            shift = lower_bound(whole) - lower_bound(instance)
+            effort = replace(self.effort, seconds=self.left(), seed=self.seed(number), progress=None)
+            search = Rounds(instance, self.family, effort, self.pool)
+            for step in THINNED:
+                near = search.best is not None and search.best.makespan + shift <= target * step.near
+                if step.part > level.part or (step.annealing and not near):
+                    continue
+                short = search.attempt(limit, target - shift, step)
+                if short is None or short.makespan + shift > max(target, most) * (1 + 1e-9):
+                    continue
+                longer = restore(self.instance, short, limit)
+                if longer is not None:
+                    found = self.keep(longer, "steady state")
+                    self.report("steady state")
+                    if found.makespan > target * (1 + 1e-9) and found.makespan <= target * POLISH:
+                        found = min([found, *self.anneal([found], limit, target, step.part)], key=rank)
+                    if found.makespan <= target * (1 + 1e-9):
+                        return True
+                    most = min(most, found.makespan * (1 - 1e-6))
+                if short.makespan + shift <= target * (1 + 1e-9):
+                    break
+        return False
+
     def run(self, known: Iterable[Ints]) -> Schedule | None:
         limit = self.instance.problem.memory_limit
         cap = UNLIMITED if limit is None else limit
@@ -78,6 +135,9 @@ class _Search(Rounds):
             if self.best is not None and self.best.at_bound:
                 break
             self.attempt(cap, self.bound, level)
+            if level.thin and not (self.best is not None and self.best.at_bound):
+                most = UNLIMITED if self.best is None else self.best.makespan
+                self.without_steady_state(cap, self.bound, level, most)
             near = self.best is None or (not self.best.at_bound and self.best.makespan <= self.bound * NEAR)
             if level.work and near and self.proved <= self.bound:
                 self._prove(cap, self.bound, level.work, level.runs)
@@ -126,7 +186,9 @@ class _Search(Rounds):
             failed = impossible
             while self.left() > 0 and self.best.peak > max(goal, failed * 1.01):
                 trial = goal if not failed else (failed + self.best.peak) / 2
-                if level.work:
+                if level.thin:
+                    reached = self.without_steady_state(trial, target, level)
+                elif level.work:
                     answer = self.exact(trial, target, level.work, level.runs)
                     if answer.impossible:
                         impossible = trial
@@ -144,18 +206,12 @@ def _repeated(problem: ScheduleProblem, family: Family, effort: SearchEffort) ->
     """The orders of one mini-batch as often as there are mini-batches, found in half of the time. Times are the mean
     over micro-batches."""
     part = replace(effort, seconds=effort.seconds / 2, memory=False, progress=None)
-    models = tuple(_mean(problem, index, m) for index, m in enumerate(problem.models))
+    models = tuple(mean_model(problem, index, m.micro_batches) for index, m in enumerate(problem.models))
     try:
         found = find(replace(problem, models=models, mini_batches=1), family, part)
     except ProblemError:
         return None
     return np.tile(found.orders, problem.mini_batches)
-
-
-def _mean(problem: ScheduleProblem, index: int, m: ModelPipelines) -> ModelPipelines:
-    fields = ("forward", "backward", "input_gradient", "weight_gradient", "activation")
-    means = {field: problem.along(index, field, m.parts).mean(axis=2, keepdims=True) for field in fields}
-    return replace(m, **means)
 
 
 def find(problem: ScheduleProblem, family: Family, effort: SearchEffort, start: Schedule | None = None) -> Schedule:

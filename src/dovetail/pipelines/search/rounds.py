@@ -57,7 +57,8 @@ class SearchEffort:
 class Level(NamedTuple):
     """What one level of a search tries. Cheap methods come first, and then more work for what they did not find.
     `part`: the fraction of a round's work. `rules`, `justifying`, `annealing`: the numbers of rounds. `work`: the limit
-    of each of `runs` runs of CP-SAT, in its deterministic seconds."""
+    of each of `runs` runs of CP-SAT, in its deterministic seconds. `thin`: the number of tries without the larger
+    model's steady state. `near`: such a try anneals only if its best schedule is within this factor of the target."""
 
     part: float = 1.0
     rules: int = 0
@@ -65,6 +66,8 @@ class Level(NamedTuple):
     annealing: int = 0
     work: float = 0.0
     runs: int = 0
+    thin: int = 0
+    near: float = 1.0
 
 
 @dataclass
