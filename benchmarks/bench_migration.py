@@ -27,7 +27,7 @@ import numpy as np
 
 from dovetail.coordinator.samples.migration_costs import Mechanism, MigrationCosts
 from dovetail.manifest.types import RLHFJob
-from dovetail.protocol.kv import HOLD, PULL
+from dovetail.protocol.messages import HOLD, PULL
 from helpers.vllm_servers import GREEDY, TOKEN, Server, tiny_llama, wait_for
 from helpers.weight_trainer import Trainer, actor_of
 

@@ -25,8 +25,7 @@ from dovetail.coordinator.store.samples import NewSample, Sample
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.manifest.types import Generation
-from dovetail.protocol.kv import HOLD, PULL
-from dovetail.protocol.messages import Register
+from dovetail.protocol.messages import HOLD, PULL, Register
 from dovetail.protocol.sampling import sampling_params
 from helpers.free_ports import free_port
 from helpers.vllm_servers import GREEDY, TOKEN, Server, make_run, tiny_llama, wait_for

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dovetail.manifest.types import Generation
-from dovetail.protocol.kv import HOLD, PULL
+from dovetail.protocol.messages import HOLD, PULL
 from dovetail.protocol.plan import Plan, Rollout
 from dovetail.protocol.sampling import sampling_params
 from helpers.relayed_weights import relay

@@ -17,8 +17,7 @@ from typing import Any
 from dovetail.kube import names
 from dovetail.operator.render.config_map import config_map
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.job import surplus_jobs
-from dovetail.operator.render.jobset import jobset
+from dovetail.operator.render.jobset import jobset, surplus_jobs
 from dovetail.protocol.process.env import COORDINATOR_PORT
 
 Object = dict[str, Any]

@@ -8,8 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from dovetail.coordinator.workers.publishing import Publisher, Target
-from dovetail.protocol.messages import Bucket, CommandResult, Offer, Probe, Publish, Segment, SendOn
-from dovetail.protocol.probe import HEADER
+from dovetail.protocol.messages import PROBE_HEADER, Bucket, CommandResult, Offer, Probe, Publish, Segment, SendOn
 from helpers.fake_vllm import TOKEN, listen
 
 
@@ -93,7 +92,7 @@ class UpdatableVllm:
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         assert self.arrived is not None
-        assert request.headers[HEADER] == str(self.arrived), "it would answer 503"
+        assert request.headers[PROBE_HEADER] == str(self.arrived), "it would answer 503"
         assert len(body["token_ids"]) < 64, "it would answer 400"
         self.asked.append(body["token_ids"])
         if self.hangs:

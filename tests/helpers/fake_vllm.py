@@ -16,8 +16,7 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from dovetail.coordinator.workers.fleet import Fleet
-from dovetail.protocol.messages import Register
-from dovetail.protocol.probe import WEIGHTS_HEADER
+from dovetail.protocol.messages import WEIGHTS_HEADER, Register
 from dovetail.protocol.sampling import SEED
 
 TOKEN = "job-token"

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 import aiohttp
 from kubernetes.aio import client, config
 
-from dovetail.protocol.error_text import error_text
+from dovetail.protocol.errors import error_text
 
 
 class KubeError(Exception):

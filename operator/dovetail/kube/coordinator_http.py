@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from dovetail.protocol.error_text import error_text
+from dovetail.protocol.errors import error_text
 from dovetail.protocol.http.client_session import client_session
 from dovetail.protocol.process.env import COORDINATOR_PORT
 

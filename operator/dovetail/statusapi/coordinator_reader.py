@@ -16,7 +16,7 @@ import aiohttp
 
 from dovetail.kube import coordinator_http, names
 from dovetail.kube.connection import KubeError
-from dovetail.protocol.files.row_stages import ROW_STAGES
+from dovetail.protocol.files.run_rows import ROW_STAGES
 from dovetail.statusapi import view
 from dovetail.statusapi.answers import Iteration, Live
 from dovetail.statusapi.kube import Kube, Object, core_path, get

@@ -43,14 +43,13 @@ def on_inventory(
     spec: RLHFJobSpec,
     configs: Mapping[str, Any],
     there: Inventory,
-    clock: Callable[[], float] = time.monotonic,
     by_cost: bool = False,
 ) -> Chosen:
     """Search at most SEARCH_SECONDS for the best placement on an inventory. `by_cost`: by price and not by time. Raises
     UsageError."""
-    end = clock() + SEARCH_SECONDS
+    end = time.monotonic() + SEARCH_SECONDS
     try:
-        return (cheapest if by_cost else recommend)(spec, configs, there, lambda: clock() >= end)
+        return (cheapest if by_cost else recommend)(spec, configs, there, lambda: time.monotonic() >= end)
     except Infeasible as error:
         raise UsageError(f"the inventory has not enough memory: {error}.") from error
     except (ConfigError, Unknown) as error:

@@ -1,7 +1,8 @@
-"""`dovetail push`: sends a run's model to a Hugging Face hub."""
+"""`dovetail push`: sends a run's model to a Hugging Face hub, with the hub's own client."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import click
@@ -9,8 +10,11 @@ import click
 from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import checkpoint_option, run_dir_argument
 from dovetail.coordinator.reporting.model_card import LANGUAGE_MODELS
-from dovetail.tools.hub_push import push_model
+from dovetail.protocol.errors import RunError, UsageError
 from dovetail.tools.serving.served_result import model_folder
+
+_REPOSITORY = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 
 
 @click.command()
@@ -52,3 +56,63 @@ def push(
     said = message or f"{model} of {run_dir.resolve().name}{when}, trained with Dovetail"
     address = push_model(folder, repository, private=private, revision=revision, message=said)
     click.echo(f"Sent {folder} to {address}")
+
+
+def push_model(
+    folder: Path,
+    repository: str,
+    *,
+    message: str,
+    private: bool = False,
+    revision: str | None = None,
+    endpoint: str | None = None,
+    token: str | None = None,
+) -> str:
+    """Upload the folder to `repository` (owner/name). The repository is created if it does not exist. Returns the
+    commit's address. `revision`: a branch, which is created too. Files that are only in the repository stay.
+    `endpoint`, `token`: the hub's address, and a token for it. Without them huggingface_hub reads its environment
+    variables. Raises UsageError for a name that is not valid, and RunError with one sentence."""
+    if not _REPOSITORY.fullmatch(repository):
+        raise UsageError(f"{repository!r} is no repository of a hub; write owner/name")
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    api = HfApi(endpoint, token, library_name="dovetail")
+    try:
+        api.create_repo(repository, private=private or None, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        done = api.upload_folder(
+            folder_path=folder,
+            repo_id=repository,
+            revision=revision,
+            commit_message=message,
+            ignore_patterns=["*.tmp"],
+        )
+    except HFValidationError as error:
+        raise UsageError(f"{repository!r} is no repository of a hub: {error}") from error
+    except LocalTokenNotFoundError as error:
+        raise RunError(f"the hub wants to know who you are; {_LOGIN}") from error
+    except HfHubHTTPError as error:
+        raise RunError(_explained(error.response.status_code, repository, api.endpoint, str(error))) from error
+    except (OSError, ValueError, RuntimeError) as error:
+        cause = error.__cause__ or error
+        raise RunError(f"the model could not be sent to {api.endpoint}: {_first(str(cause)) or repr(cause)}") from error
+    except Exception as error:
+        # The client's HTTP library has errors of its own. It is httpx, or a successor whose name begins so.
+        if not type(error).__module__.partition(".")[0].startswith("httpx"):
+            raise
+        raise RunError(f"{api.endpoint} does not answer: {_first(str(error)) or type(error).__name__}") from error
+    return str(done.commit_url)
+
+
+def _explained(status: int, repository: str, endpoint: str, said: str) -> str:
+    if status == 401:
+        return f"{endpoint} does not accept the token, or there is none; {_LOGIN}"
+    if status == 403:
+        return f"the token may not write to {repository} on {endpoint}; use a token with write access to it"
+    return f"{endpoint} refused the model: {_first(said)}"
+
+
+def _first(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")

@@ -11,7 +11,7 @@ import click
 from dovetail.cli.job_arguments import run_dir_argument
 from dovetail.coordinator.reporting.sample_texts import described, read
 from dovetail.protocol.errors import UsageError
-from dovetail.protocol.files.sample_choice import ORDERS, choose
+from dovetail.protocol.files.run_rows import ORDERS, choose
 
 
 @click.command()

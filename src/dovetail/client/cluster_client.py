@@ -15,8 +15,8 @@ from pydantic.alias_generators import to_camel
 
 from dovetail.manifest.checks.validation import check
 from dovetail.manifest.documents import ManifestError, parse, read_yaml
-from dovetail.protocol.error_text import error_text
-from dovetail.protocol.files.sample_choice import ORDERS, choose
+from dovetail.protocol.errors import error_text
+from dovetail.protocol.files.run_rows import ORDERS, choose
 from dovetail.protocol.process.extras import import_error
 
 try:

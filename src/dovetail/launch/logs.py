@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 _TAIL_BYTES = 128 * 1024
+LONGEST_LINE = 400
 _EXCEPTION = re.compile(
     r"(?:^|[\s:])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b(?:: .*|$))"
 )
@@ -22,10 +23,10 @@ def size(path: Path) -> int:
         return 0
 
 
-def last_line(path: Path, start: int = 0, limit: int = 400) -> str | None:
+def last_line(path: Path, start: int = 0) -> str | None:
     """The line of a log that tells best why its process ended. It is the last exception of a traceback, or else the
-    last line that is not empty. `start`: the byte from which the log is read. `limit`: the number of characters to
-    which the line is cut. None if there is no such line."""
+    last line that is not empty. `start`: the byte from which the log is read. It is cut to LONGEST_LINE
+    characters. None if there is no such line."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, 2)
@@ -39,8 +40,8 @@ def last_line(path: Path, start: int = 0, limit: int = 400) -> str | None:
         found = _EXCEPTION.search(line)
         if found and "Warning" not in found.group(1).split(":")[0]:
             if not POINTER.search(line):
-                return found.group(1)[:limit]
-            pointer = pointer or found.group(1)[:limit]
+                return found.group(1)[:LONGEST_LINE]
+            pointer = pointer or found.group(1)[:LONGEST_LINE]
     if pointer is not None:
         return pointer
-    return lines[-1].strip()[:limit] if lines else None
+    return lines[-1].strip()[:LONGEST_LINE] if lines else None

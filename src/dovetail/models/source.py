@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,6 @@ from torch import Tensor
 from dovetail.manifest.model_families import ModelFamily
 from dovetail.models.config import ModelError
 from dovetail.models.model_stage import VALUE_HEAD, VALUE_HEAD_FILE, PipelineStage
-from dovetail.models.tensor_names import saved_name, stacked
 from dovetail.protocol.process.pulse import PROGRESS
 
 
@@ -144,3 +144,29 @@ def generator(seed: int, name: str) -> torch.Generator:
     """A CPU generator whose state is a hash of (seed, name)."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def stacked(family: ModelFamily, name: str) -> tuple[str, tuple[str, ...]] | None:
+    """Says how files hold `name`, a parameter of all experts (experts, rows, columns). Returns the beginning of the
+    experts' names, and the names of the matrices whose rows make up one expert. Returns None for other parameters."""
+    owner, _, kind = name.rpartition(".")
+    if family.experts is None or not owner.endswith(".experts") or kind not in family.experts.matrices:
+        return None
+    return owner, family.experts.matrices[kind]
+
+
+def saved_name(family: ModelFamily, name: str) -> str:
+    """The name that a tensor has in files, if these hold it as a whole."""
+    return f"{family.saved_head}.{name.removeprefix('lm_head.')}" if name.startswith("lm_head.") else name
+
+
+def in_files(family: ModelFamily, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The names and tensors of a stage as files hold them."""
+    for name, tensor in tensors:
+        if (found := stacked(family, name)) is None:
+            yield saved_name(family, name), tensor
+            continue
+        owner, parts = found
+        for number, expert in enumerate(tensor.unbind(0)):
+            for part, matrix in zip(parts, expert.chunk(len(parts), 0), strict=True):
+                yield f"{owner}.{number}.{part}", matrix

@@ -9,3 +9,8 @@ class RunError(Exception):
 
 class UsageError(RunError):
     """The request itself is wrong: a bad manifest, or a run directory in use. Exit code 2."""
+
+
+def error_text(error: BaseException) -> str:
+    """The error's message, or the name of its class if it has none. Timeouts and cancellations often have none."""
+    return str(error) or type(error).__name__

@@ -8,14 +8,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 
 class EventLog:
     """The event log of a process. Call it as `log("iteration.finished", iteration=3, reward=0.4)`. Names are noun.verb,
-    and values are JSON scalars. `clock` returns seconds since the epoch. Several threads may use it.
+    and values are JSON scalars. Several threads may use it.
 
     If a line cannot be written (for example on a full disk), only that line is lost. Logging never raises."""
 
@@ -23,18 +22,16 @@ class EventLog:
         self,
         process: str,
         path: Path | None = None,
-        clock: Callable[[], float] = time.time,
         stream: TextIO | None = None,
     ):
         self._process = process
-        self._clock = clock
         self._stream = stream if stream is not None else sys.stderr
         self._file = -1 if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._cut = False
 
     def __call__(self, event: str, **fields: Any) -> None:
         line = json.dumps(
-            {"time": round(self._clock(), 3), "process": self._process, "event": event, **fields}, default=str
+            {"time": round(time.time(), 3), "process": self._process, "event": event, **fields}, default=str
         )
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(line + "\n")  # one call, because other threads write too

@@ -270,7 +270,7 @@ def receive(worker: Any, model: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from dovetail.models import build_stage
-    from dovetail.models.tensor_names import in_files
+    from dovetail.models.source import in_files
     from dovetail.protocol.messages import ModelRef, Offer, Receive
     from dovetail.rollout.weights_vllm import LOADED
 
@@ -308,7 +308,7 @@ def move(engine: Any, params: Any, ability: Any) -> dict[str, int]:
     """Abort a response whose blocks are to be kept, and go on with it as another server would, which fetches them."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from dovetail.protocol.kv import HOLD, PULL, KVHold, KVPull
+    from dovetail.protocol.messages import HOLD, PULL, KVHold, KVPull
 
     prompt = list(range(40))
 

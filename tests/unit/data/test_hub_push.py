@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.cli.push_command import push_model
 from dovetail.protocol.errors import RunError, UsageError
-from dovetail.tools.hub_push import push_model
 from helpers.fake_hub import FakeHub
 
 WEIGHTS = b"1" * 200_000

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dovetail.coordinator.samples.kv_migration import FRESH_SECONDS, KVMigration, nixl_leg
 from dovetail.coordinator.samples.migration_costs import MeasuredCosts, Mechanism, MigrationCosts
 from dovetail.coordinator.workers.fleet import Instance, InstanceHealth
-from dovetail.protocol.kv import HOLD, PULL, KVAbility, KVHold, KVPull
+from dovetail.protocol.messages import HOLD, PULL, KVAbility, KVHold, KVPull
 from helpers.generation_job import Job, play, until
 
 COSTS = MigrationCosts(

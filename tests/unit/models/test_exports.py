@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.models import HuggingFaceWriter, PipelineStage, build_stage, load_config
 from dovetail.models.export import exported_config
-from dovetail.models.tensor_names import in_files
+from dovetail.models.source import in_files
 from dovetail.protocol.messages import ModelRef
 from helpers.family_models import FAMILIES, ref
 

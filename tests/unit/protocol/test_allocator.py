@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.protocol.process.allocator import use_expandable_segments
+from dovetail.protocol.process.inheritance import use_expandable_segments
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.protocol.kv import HOLD, PULL, KVHold
+from dovetail.protocol.messages import HOLD, PULL, KVHold
 from dovetail.rollout.kv import kv_config as config
 from helpers.lazy import Lazy
 

@@ -16,7 +16,7 @@ import pytest
 
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.http.header_deadline import CLIENT_KEEP_SECONDS
-from dovetail.protocol.kv import KVAbility
+from dovetail.protocol.messages import KVAbility
 from dovetail.protocol.plan import Plan, Rollout
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.process.pulse import PULSE

@@ -19,9 +19,9 @@ from dovetail.manifest.reward import ppo_config
 from dovetail.manifest.types import Parallelism, RLHFJob, Stage
 from dovetail.protocol.eventlog import EventLog
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.process.allocator import use_expandable_segments
 from dovetail.protocol.process.debugger import wait_for_debugger
 from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.inheritance import use_expandable_segments
 from dovetail.trainer.rank.coordinator_client import (
     CoordinatorClient,
     CoordinatorUnreachable,

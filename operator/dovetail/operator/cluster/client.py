@@ -77,9 +77,10 @@ class Client:
         return [item async for page in self.pages(resource, namespace, selector, fields) for item in page.items]
 
     async def pages(
-        self, resource: Resource, namespace: str | None, selector: str = "", fields: str = "", size: int = PAGE
+        self, resource: Resource, namespace: str | None, selector: str = "", fields: str = ""
     ) -> AsyncIterator[Page]:
-        """Do the same as `list`, but yield at most `size` objects at a time."""
+        """Do the same as `list`, but yield at most PAGE objects at a time."""
+        size = PAGE
         query = {"limit": str(size)} | ({"labelSelector": selector} if selector else {})
         query |= {"fieldSelector": fields} if fields else {}
         while True:

@@ -11,7 +11,7 @@ from dovetail.kube import names
 from dovetail.kube.resources import CONFIG_MAP
 from dovetail.manifest.types import Stage
 from dovetail.operator.render.context import Object, RenderContext
-from dovetail.protocol.files.row_stages import EVALUATION, ROW_STAGES
+from dovetail.protocol.files.run_rows import EVALUATION, ROW_STAGES
 
 # A row has 200 to 400 bytes, so these rows take about 30 KB of a ConfigMap, which may hold 1 MiB.
 MOST_ROWS = 100

@@ -1,5 +1,6 @@
 """The JobSet of coordinator, trainers and the rollouts without which the job cannot start. Kueue admits all or
-nothing. Also the Workload of a job that MultiKueue sends to another cluster."""
+nothing. Also the Jobs of surplus rollouts, which are those beyond a group's minimum, and the Workload of a job that
+MultiKueue sends to another cluster."""
 
 from __future__ import annotations
 
@@ -7,14 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dovetail.kube import names
-from dovetail.kube.resources import JOBSET, WORKLOAD
-from dovetail.manifest.types import RLHFJobSpec
+from dovetail.kube.resources import JOB, JOBSET, WORKLOAD
+from dovetail.manifest.types import RLHFJobSpec, Role
 from dovetail.operator.render import gang
 from dovetail.operator.render.context import Object, RenderContext, digest
-from dovetail.operator.render.job import job_spec
 from dovetail.operator.render.pod import comes_and_goes, coordinator_pod, group_pod
 from dovetail.protocol.process.exit_codes import BAD_CONFIGURATION, JOB_FAILED
-from dovetail.protocol.process.process_names import COORDINATOR
+from dovetail.protocol.process.process_names import CONTAINER, COORDINATOR
 
 
 def _of_groups(spec: RLHFJobSpec) -> Any:
@@ -115,3 +115,53 @@ def _topology(template: Object, copies: int) -> dict[str, Any] | None:
             index = {"podIndexLabel": names.INDEX_ANNOTATION, "subGroupIndexLabel": names.REPLICA_ANNOTATION}
             return {how: level, **index, "subGroupCount": copies}
     return None
+
+
+# A Job counts failures over its whole life. Those of an hour are counted by the operator, which ends the job.
+NO_LIMIT = 2**31 - 1
+
+
+def job_spec(template: Object, pods: int, *, hopeless: tuple[int, ...] = (BAD_CONFIGURATION,)) -> Object:
+    """The specification of a Job with `pods` pods. A pod that dies is replaced, except after an exit code of
+    `hopeless`."""
+    codes = {"containerName": CONTAINER, "operator": "In", "values": list(hopeless)}
+    return {
+        "completionMode": "Indexed",
+        "completions": pods,
+        "parallelism": pods,
+        "backoffLimit": NO_LIMIT,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {"action": "FailJob", "onExitCodes": codes},
+            ]
+        },
+        "template": template,
+    }
+
+
+def surplus_jobs(context: RenderContext) -> list[Object]:
+    """A Job for each surplus rollout that is wanted now. It has a lower priority, and may come and go while the job
+    runs."""
+    return [
+        _job(context, group.name, index)
+        for group in context.job.spec.groups
+        if Role.TRAINER not in group.roles
+        for index in range(context.guaranteed(group), context.wanted(group))
+    ]
+
+
+def _job(context: RenderContext, name: str, index: int) -> Object:
+    group = next(g for g in context.job.spec.groups if g.name == name)
+    template = group_pod(context, group, index)
+    template["metadata"]["labels"][names.SURPLUS_LABEL] = "true"
+    if priority := context.settings.surplus_priority_class:
+        template["spec"]["priorityClassName"] = priority
+    metadata = context.metadata(names.surplus_job(context.name, name, index), "surplus")
+    metadata["labels"] |= {names.GROUP_LABEL: name, names.SURPLUS_LABEL: "true"} | context.queueing()
+    # Kueue would use the job's priority for surplus rollouts, too, and other jobs could not preempt these first. Also,
+    # a Workload that MultiKueue brought belongs to the JobSet.
+    for label in (names.PRIORITY_LABEL, names.WORKLOAD_LABEL, names.ORIGIN_LABEL):
+        metadata["labels"].pop(label, None)
+    return {**JOB.type_meta, "metadata": metadata, "spec": job_spec(template, 1)}

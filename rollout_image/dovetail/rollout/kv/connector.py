@@ -31,7 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from dovetail.protocol.kv import HOLD, PULL, KVHold, KVPull
+from dovetail.protocol.messages import HOLD, PULL, KVHold, KVPull
 from dovetail.protocol.process.env import TOKEN
 from dovetail.rollout.compat import tensor_parallel_rank, was_aborted
 from dovetail.rollout.kv.held import Held, HeldBlocks

@@ -10,7 +10,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dovetail.protocol.kv import HOLD_SECONDS, KVAbility
+from dovetail.protocol.messages import HOLD_SECONDS, KVAbility
 
 Transport = Literal["tcp", "nixl"]
 

@@ -31,9 +31,9 @@ from dovetail.protocol.http.client_session import client_session, resend
 from dovetail.protocol.http.last_address import LastAddress
 from dovetail.protocol.messages import Register
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.process.allocator import use_expandable_segments
 from dovetail.protocol.process.debugger import wait_for_debugger
 from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.inheritance import use_expandable_segments
 from dovetail.protocol.process.pulse import Pulse
 from dovetail.rollout.scoring.forward_passes import ModelScorer
 from dovetail.rollout.scoring.host_weights import CudaCopies

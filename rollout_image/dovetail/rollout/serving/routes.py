@@ -9,8 +9,7 @@ from argparse import Namespace
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from dovetail.protocol.kv import KVAbility
-from dovetail.protocol.messages import SendOn
+from dovetail.protocol.messages import KVAbility, SendOn
 from dovetail.protocol.process.pulse import BEAT_SECONDS, Pulse
 from dovetail.protocol.sampling import COUNTER_SAMPLER, Sampler
 from dovetail.rollout.compat import uses_v2_runner

@@ -9,7 +9,7 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from dovetail.protocol.probe import HEADER, WEIGHTS_HEADER
+from dovetail.protocol.messages import PROBE_HEADER, WEIGHTS_HEADER
 from dovetail.protocol.process.env import TOKEN
 from dovetail.rollout.serving.routes import STATE
 
@@ -128,7 +128,7 @@ def _of_version(asked: str, send: Send) -> Send:
 
 def _is_probe(scope: Scope) -> bool:
     """Whether the request is a probe of the version that has arrived."""
-    return STATE.arrived is not None and _header(scope, HEADER) == str(STATE.arrived)
+    return STATE.arrived is not None and _header(scope, PROBE_HEADER) == str(STATE.arrived)
 
 
 def _header(scope: Scope, name: str) -> str | None:

@@ -6,7 +6,7 @@ import json
 import logging
 from typing import Any
 
-from dovetail.protocol.error_text import error_text
+from dovetail.protocol.errors import error_text
 from dovetail.protocol.messages import SendOn
 
 # vLLM configures loggers below this name only.

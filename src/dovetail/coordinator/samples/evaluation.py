@@ -27,7 +27,7 @@ from dovetail.coordinator.reporting.summary import mean_ci95
 from dovetail.coordinator.rewards.calls import evaluation_slot
 from dovetail.coordinator.samples.evaluation_metrics import HeldOutAnswer
 from dovetail.manifest.types import Evaluation, RLHFJobSpec
-from dovetail.protocol.files.row_stages import EVALUATION
+from dovetail.protocol.files.run_rows import EVALUATION
 
 BEFORE, AFTER = "before_ppo", "after_ppo"
 BEFORE_SFT_FACT = "before_sft"

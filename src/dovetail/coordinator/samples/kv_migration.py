@@ -17,7 +17,7 @@ from dovetail.coordinator.samples.migration_costs import MeasuredCosts, Mechanis
 from dovetail.coordinator.samples.migrations import Departure
 from dovetail.coordinator.samples.requests import ROUTE
 from dovetail.coordinator.workers.fleet import Instance
-from dovetail.protocol.kv import HOLD, HOLD_SECONDS, PULL, KVAbility, KVHold, KVPull
+from dovetail.protocol.messages import HOLD, HOLD_SECONDS, PULL, KVAbility, KVHold, KVPull
 
 BYTES_PER_SECOND = {"tcp": 1e9, "nixl": 20e9}
 # KV cache blocks are fetched only within this time after the abort, because the server drops them soon after.

@@ -15,7 +15,7 @@ from dovetail.coordinator.store.experts import rows_of
 from dovetail.coordinator.workers.fleet import Instance
 from dovetail.manifest.types import Generation
 from dovetail.protocol.http.client_session import client_session, resend
-from dovetail.protocol.probe import WEIGHTS_HEADER
+from dovetail.protocol.messages import WEIGHTS_HEADER
 from dovetail.protocol.sampling import sampling_params
 
 ROUTE = "/inference/v1/generate"

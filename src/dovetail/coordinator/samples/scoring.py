@@ -26,7 +26,7 @@ from dovetail.coordinator.data.text.tokenize import ppo_batch
 from dovetail.coordinator.samples.streams import Growing, Streams
 from dovetail.coordinator.store.samples import Key
 from dovetail.fusion.profile import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS, STREAMED_PER_SCORER, chunk_target
-from dovetail.protocol.error_text import error_text
+from dovetail.protocol.errors import error_text
 from dovetail.protocol.http.client_session import resend
 from dovetail.protocol.messages import ModelRef, Span
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from dovetail.protocol.error_text import error_text
+from dovetail.protocol.errors import error_text
 
 
 class OneProcess(Protocol):

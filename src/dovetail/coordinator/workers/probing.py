@@ -12,8 +12,7 @@ from typing import Any
 import aiohttp
 
 from dovetail.coordinator.workers.offers import ReceiverError, post
-from dovetail.protocol.messages import Probe
-from dovetail.protocol.probe import HEADER
+from dovetail.protocol.messages import PROBE_HEADER, Probe
 
 PROBE_SECONDS = 60.0
 # This header of vLLM selects the data-parallel engine.
@@ -71,7 +70,7 @@ async def prove(session: aiohttp.ClientSession, server: ProbedServer, probe: Pro
             "sampling_params": {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
         }
         for engine in range(server.engines):
-            headers = {HEADER: str(version)} | ({ENGINE: str(engine)} if server.engines > 1 else {})
+            headers = {PROBE_HEADER: str(version)} | ({ENGINE: str(engine)} if server.engines > 1 else {})
             reply = await post(session, f"{base}/inference/v1/generate", PROBE_SECONDS, body, headers)
             answered = read_logprobs(reply, tokens)
             if answered and (problem := verdict(probe, answered, server.dtype)) is not None:

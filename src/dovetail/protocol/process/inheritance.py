@@ -5,7 +5,7 @@ Pods have the environment of the manifest's `podTemplate` instead, where users s
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from urllib.parse import urlsplit
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -50,3 +50,15 @@ def inherited(environ: Mapping[str, str], threads: int) -> dict[str, str]:
     if not re.fullmatch("0*[1-9][0-9]*", kept.get("OMP_NUM_THREADS", "")):
         kept["OMP_NUM_THREADS"] = str(threads)
     return {"TOKENIZERS_PARALLELISM": "false", **kept}
+
+
+# torch's settings of its CUDA allocator. The newer name comes first.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def use_expandable_segments(environ: MutableMapping[str, str]) -> None:
+    """Let torch's CUDA allocator grow its memory segments, so that almost nothing is lost to fragmentation. Call it
+    before the process allocates on a GPU. A user's own settings stay as they are. Do not call it for vLLM, whose sleep
+    mode does not work with expandable segments."""
+    if not any(name in environ for name in _ALLOCATOR):
+        environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -31,7 +31,7 @@ SHARED = Path("/dev/shm")
 HEAD_WIDTHS = (64, 128)
 
 
-def check_gpus(clock: Callable[[], float] = time.perf_counter) -> Iterator[Finding]:
+def check_gpus() -> Iterator[Finding]:
     """Yields each finding as soon as it is known."""
     try:
         driver = ask_driver()
@@ -51,7 +51,7 @@ def check_gpus(clock: Callable[[], float] = time.perf_counter) -> Iterator[Findi
     if importlib.util.find_spec("torch") is None:
         yield Finding("torch", "problem", "torch is not installed", "install it: pip install 'dovetail-rlhf[trainer]'")
         return
-    yield from _with_torch(driver, clock)
+    yield from _with_torch(driver)
 
 
 def no_driver(why: str) -> Finding:
@@ -205,7 +205,7 @@ def attention_found(index: int, widths: Sequence[int], error: str | None) -> Fin
     return Finding(name, "ok", says, figures=figures)
 
 
-def _with_torch(driver: Driver, clock: Callable[[], float]) -> Iterator[Finding]:
+def _with_torch(driver: Driver) -> Iterator[Finding]:
     import torch
 
     cuda = torch.version.cuda
@@ -232,7 +232,7 @@ def _with_torch(driver: Driver, clock: Callable[[], float]) -> Iterator[Finding]
             return
         yield Finding(f"GPU {index} kernels", "ok", f"a matrix product runs on GPU {index}")
         yield memory_found(index, *torch.cuda.mem_get_info(index))
-        yield copies_found(index, *_copies(index, clock))
+        yield copies_found(index, *_copies(index))
         yield _attention(index, driver.devices[index])
     pairs = combinations(range(count), 2)
     yield peers_found(count, [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)])
@@ -260,7 +260,7 @@ def _compute(index: int) -> None:
     torch.cuda.synchronize(index)
 
 
-def _copies(index: int, clock: Callable[[], float]) -> tuple[float, float]:
+def _copies(index: int) -> tuple[float, float]:
     """The bytes per second to the device and back."""
     import torch
 
@@ -270,11 +270,11 @@ def _copies(index: int, clock: Callable[[], float]) -> tuple[float, float]:
     def speed(target: torch.Tensor, source: torch.Tensor) -> float:
         target.copy_(source)
         torch.cuda.synchronize(index)
-        start = clock()
+        start = time.perf_counter()
         for _ in range(COPIES):
             target.copy_(source, non_blocking=True)
         torch.cuda.synchronize(index)
-        return COPIES * COPIED_BYTES / max(clock() - start, 1e-9)
+        return COPIES * COPIED_BYTES / max(time.perf_counter() - start, 1e-9)
 
     return speed(device, host), speed(host, device)
 

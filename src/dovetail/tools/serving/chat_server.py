@@ -9,8 +9,7 @@ from typing import Any
 import httpx2
 
 from dovetail.coordinator.data.text.chat_template import Message
-from dovetail.protocol.error_text import error_text
-from dovetail.protocol.errors import RunError
+from dovetail.protocol.errors import RunError, error_text
 from dovetail.protocol.http.outside_client import outside_client
 from dovetail.tools.serving.chat import DialogueTooLong, Sampling
 

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dovetail.models.export import write_text
 from dovetail.trainer.communication.groups import PeerLost, RankFailed, peer_errors
-from dovetail.trainer.engine.engine_model import EngineModel, like
-from dovetail.trainer.engine.engine_state import EngineState
+from dovetail.trainer.engine.engine_model import EngineModel, EngineState, like
 from dovetail.trainer.engine.optim import local
 from dovetail.trainer.files.storage import causes, write_together
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dovetail.gpus.kernels import can_compile
 from dovetail.manifest.model_shape import Head
-from dovetail.manifest.types import Optimizer, TrainedModel
+from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage, TrainedModel
 from dovetail.models import ModelError, PipelineStage, load_config
 from dovetail.models.build import fill, open_source
 from dovetail.models.compiled import compile_layers
@@ -23,7 +23,7 @@ from dovetail.models.tensor_parallel import NOTHING, TensorSplit, split_stage
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.plan import loops
 from dovetail.trainer import compat
-from dovetail.trainer.communication.groups import ModelGroups, peer_errors
+from dovetail.trainer.communication.groups import Groups, ModelGroups, peer_errors
 from dovetail.trainer.engine import lora
 from dovetail.trainer.engine.optim import AdamW, local
 from dovetail.trainer.engine.parallel import compute_dtype, is_replicated, is_sharded, shard
@@ -173,3 +173,28 @@ def like(parameter: Tensor, shard: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return compat.placed(shard, parameter) if isinstance(parameter, DTensor) else shard
+
+
+class EngineState:
+    """The models of the stage `stage`. `loaded` are the models of all ranks, and `models` those of which this rank
+    holds a part. `ema` is this rank's part of the actor's moving average, by parameter name, or empty.
+
+    `step` is the last applied step. The caller sets it after each step, and `restore` sets it."""
+
+    def __init__(self, spec: RLHFJobSpec, groups: Groups) -> None:
+        self.spec, self.groups = spec, groups
+        self.models: dict[str, EngineModel] = {}
+        self.loaded: dict[str, ModelRef] = {}
+        self.stage: Stage | None = None
+        self.step = 0
+        self.ema: dict[str, Tensor] = {}
+
+    def weights(self, model: str) -> Iterator[tuple[str, Tensor]]:
+        """This stage's weights as (Hugging Face name, whole tensor), with adapters merged. They are float32 unless the
+        parameter has another dtype. `ema` is the averaged actor. This is collective over dp: every dp rank must exhaust
+        the iterator. Raises ValueError for `ema` without an averaged actor."""
+        if model == "ema":
+            if not self.ema:
+                raise ValueError("there is no averaged actor; set ppo.ema")
+            return self.models["actor"].gather(self.ema)
+        return self.models[model].gather()

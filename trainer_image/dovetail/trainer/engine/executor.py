@@ -234,7 +234,6 @@ class Executor:
         pipes: dict[str, Pipe],
         deadline: timedelta,
         record: Record | None = None,
-        clock: Callable[[], float] = time.time,
         awaiting: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.awaiting = awaiting
@@ -242,7 +241,7 @@ class Executor:
         device = next((pipe.device for pipe in pipes.values()), torch.device("cpu"))
         self.staged = any(pipe.groups.staged for pipe in pipes.values())
         self.nccl = device.type == "cuda" and not self.staged
-        self.watch = ActionStopwatch(device, clock)
+        self.watch = ActionStopwatch(device, time.time)
         self.saved_bytes: dict[Piece, int] = {}
         self.peak_bytes = 0
         self._held_bytes = 0

@@ -12,10 +12,9 @@ import torch
 
 from dovetail.models import HuggingFaceWriter, load_config
 from dovetail.models.export import write_text
-from dovetail.models.tensor_names import in_files
+from dovetail.models.source import in_files
 from dovetail.protocol.messages import ModelRef
-from dovetail.trainer.engine.engine_model import tokenizer_folder
-from dovetail.trainer.engine.engine_state import EngineState
+from dovetail.trainer.engine.engine_model import EngineState, tokenizer_folder
 from dovetail.trainer.engine.parallel import compute_dtype
 from dovetail.trainer.files.storage import write_together
 

@@ -6,7 +6,6 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -44,8 +43,8 @@ SHOWN = frozenset(
 class TrainerMetrics:
     """The metrics of this rank. Labels: `kind` of a command (eight), `stage` (three), `name` (SHOWN)."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry or CollectorRegistry()
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
         self.generation = Gauge("dovetail_trainer_generation", "Current generation, 0: none", registry=self.registry)
         self.rejoins = Counter("dovetail_trainer_rejoins", "Generations that this process left", registry=self.registry)
         self.step = Gauge("dovetail_trainer_step", "Last applied step", ["stage"], registry=self.registry)
@@ -93,14 +92,13 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         address: tuple[str, int],
         registry: CollectorRegistry,
         seconds: float = HEADER_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises OSError if the port is taken."""
         # By default WSGIServer supports IPv4 only.
         self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
         super().__init__(address, _SilentHandler)
         self.set_app(make_wsgi_app(registry))
-        self._seconds, self._clock = seconds, clock
+        self._seconds = seconds
         self._opened: dict[Any, float] = {}
 
     def start(self) -> None:
@@ -108,7 +106,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         threading.Thread(target=self.serve_forever, name="metrics", daemon=True).start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        self._opened[request] = self._clock()
+        self._opened[request] = time.monotonic()
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
@@ -118,7 +116,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
     def service_actions(self) -> None:
         """Close connections that last too long. socketserver calls this about twice a second."""
         for connection, opened in list(self._opened.items()):
-            if self._clock() - opened > self._seconds:
+            if time.monotonic() - opened > self._seconds:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 

@@ -39,27 +39,26 @@ MAX_SPANS = 2000
 
 
 class SpanRecorder:
-    """Collects spans of this rank's work, for the timeline of an iteration, until `take`. `clock` gives seconds since
-    the epoch."""
+    """Collects spans of this rank's work, for the timeline of an iteration, until `take`."""
 
-    def __init__(self, process: str, clock: Callable[[], float] = time.time, limit: int = MAX_SPANS) -> None:
-        self._process, self._clock, self._limit = process, clock, limit
+    def __init__(self, process: str) -> None:
+        self._process = process
         self._spans: list[Span] = []
 
     def record(self, name: str, start: float, end: float, lane: str = "actions") -> None:
         """Add one span from `start` to `end` (seconds since the epoch). Spans beyond the limit are dropped."""
         PROGRESS.made()
-        if len(self._spans) < self._limit:
+        if len(self._spans) < MAX_SPANS:
             self._spans.append(Span(name=name, process=self._process, lane=lane, start=start, end=end))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Record a span around a block, on the lane `phases`."""
-        start = self._clock()
+        start = time.time()
         try:
             yield
         finally:
-            self.record(name, start, self._clock(), "phases")
+            self.record(name, start, time.time(), "phases")
 
     def take(self) -> list[Span]:
         """The spans since the last call."""

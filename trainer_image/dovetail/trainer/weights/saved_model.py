@@ -15,7 +15,7 @@ from dovetail.manifest.types import LoRA
 from dovetail.models import HuggingFaceWriter, ModelError, PipelineStage, load_config
 from dovetail.models.build import fill, open_source
 from dovetail.models.model_stage import VALUE_HEAD
-from dovetail.models.tensor_names import in_files
+from dovetail.models.source import in_files
 from dovetail.protocol.messages import ModelRef
 from dovetail.trainer.engine import lora
 from dovetail.trainer.engine.checkpoint import checked_state, first_line

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dovetail.coordinator.reporting.trackers.tracker_settings import State, TrackerClient, TrackerSettings
-from dovetail.protocol.files.row_stages import ROW_STAGES
+from dovetail.protocol.files.run_rows import ROW_STAGES
 
 
 class WandbClient:

@@ -1,4 +1,5 @@
-"""Filters and sorts samples for `dovetail samples` and `Cluster.samples`. The functions are pure."""
+"""The rows of a run's files: the stages in history.jsonl, and the choice of samples for `dovetail samples` and
+`Cluster.samples`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dovetail.manifest.types import Stage
+
+EVALUATION = "evaluation"
+# The values of a row's `stage`. The step of an evaluation is the iteration after which the weights were evaluated.
+ROW_STAGES = (*(stage.value for stage in Stage), EVALUATION)
 # Samples can be sorted by these figures of a row.
 ORDERS = ("reward", "kl", "tokens")
 _TEXTS = ("prompt", "response")
