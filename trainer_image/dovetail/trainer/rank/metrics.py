@@ -43,8 +43,8 @@ SHOWN = frozenset(
 class TrainerMetrics:
     """The metrics of this rank. Labels: `kind` of a command (eight), `stage` (three), `name` (SHOWN)."""
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
         self.generation = Gauge("dovetail_trainer_generation", "Current generation, 0: none", registry=self.registry)
         self.rejoins = Counter("dovetail_trainer_rejoins", "Generations that this process left", registry=self.registry)
         self.step = Gauge("dovetail_trainer_step", "Last applied step", ["stage"], registry=self.registry)
