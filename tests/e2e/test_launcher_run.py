@@ -40,7 +40,7 @@ if __name__ == "__main__":
 COMMAND = """
 import os, sys
 import dovetail.launch.local.launcher as launcher, dovetail.launch.spawn as spawn
-launcher.Launcher.__init__.__kwdefaults__["grace"] = float(os.environ["TEST_GRACE"])
+launcher.GRACE_SECONDS = float(os.environ["TEST_GRACE"])
 original = launcher.render
 def render(*args, **options):
     specs = original(*args, **options)

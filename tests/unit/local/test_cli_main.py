@@ -290,8 +290,8 @@ class FakeLauncher:
     outcome = Outcome(True)
     made: ClassVar[list] = []
 
-    def __init__(self, job, plan, run_dir, **options):
-        self.job, self.run_dir, self.options = job, run_dir, options
+    def __init__(self, job, plan, run_dir, earlier, **options):
+        self.job, self.run_dir, self.earlier, self.options = job, run_dir, earlier, options
         self.url, self.token, self.specs = "http://127.0.0.1:9", "", []
         FakeLauncher.made.append(self)
 

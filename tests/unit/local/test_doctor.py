@@ -154,7 +154,7 @@ def test_a_machine_without_gpus_is_checked_too(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_each_fault_of_a_machine_has_its_fix(tmp_path: Path) -> None:
-    assert machine.python_found((3, 13), "linux").mend == "make an environment with Python 3.11 or 3.12"
+    assert machine.python_found((3, 14), "linux").mend == "make an environment with Python 3.11, 3.12 or 3.13"
     assert machine.python_found((3, 12), "darwin").state == "problem"
     lacking = machine.packages_found(
         [("the extra trainer", "pip install x"), ("the extra rollout-cpu", "pip install x")]

@@ -20,7 +20,7 @@ from dovetail.tools.doctor.gpu_checks import SHARED, check_gpus, shared_memory
 
 GIB = 2**30
 # The same range as in pyproject.toml.
-PYTHON_FROM, PYTHON_BEFORE = (3, 11), (3, 13)
+PYTHON_FROM, PYTHON_BEFORE = (3, 11), (3, 14)
 # The quickstart needs these. It has two trainer ranks, two vLLM servers and two scorers of a tiny model.
 LEAST_CPUS, LEAST_MEMORY = 2, 8 * GIB
 # A run keeps checkpoints and exports of each model. A hub's model of 1B parameters has 2 GB.
@@ -70,7 +70,7 @@ def python_found(version: tuple[int, int], platform: str) -> Finding:
     if platform != "linux":
         return Finding("Python", "problem", says, "run jobs on Linux, or in one of the images")
     if not PYTHON_FROM <= version < PYTHON_BEFORE:
-        return Finding("Python", "problem", says, "make an environment with Python 3.11 or 3.12")
+        return Finding("Python", "problem", says, "make an environment with Python 3.11, 3.12 or 3.13")
     return Finding("Python", "ok", says)
 
 
