@@ -19,6 +19,7 @@ from dovetail.protocol.wire import pack
 from dovetail.trainer.algorithms.advantages import compute_advantages
 from dovetail.trainer.command_runner import CommandRunner
 from dovetail.trainer.communication.groups import Groups
+from dovetail.trainer.rank.coordinator_client import RankProcess
 from race.models import EOS, tokenizer
 from race.tasks import score
 
@@ -121,7 +122,9 @@ class Trainer:
         self._groups = Groups.form("127.0.0.1", port, 0, 1, layout, 600.0)
         self._steps, self._batch = 0, b""
         client: Any = self
-        self._runner = CommandRunner(job.spec, self._groups, client, "trainer-0", {}, lambda *_, **__: None)
+        self._runner = CommandRunner(
+            RankProcess("trainer-0", client, lambda *_, **__: None), job.spec, self._groups, {}
+        )
         actor = ModelRef(head="lm", path=str(base), tokenizer=str(base), seed=0)
         self._execute(Load(id="load", stage=Stage.PPO, models={"actor": actor}, total_steps=job.spec.ppo.iterations))
 
