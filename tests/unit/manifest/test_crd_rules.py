@@ -54,15 +54,24 @@ def test_only_transition_rules_look_back():
         assert rule.rule.startswith("!has(oldSelf.status) || "), "a job that is not planned may be corrected"
 
 
-def refused(before, **after):
-    """The sentences for a change of a planned job."""
-    planned = {"status": {"conditions": [{"type": "Planned", "status": "True"}]}}
+def refused(before, planned="True", stage="ppo", **after):
+    """The sentences for a change of a job: one that runs, or one whose plan or first stage is missing."""
+    status = {"conditions": [{"type": "Planned", "status": planned}]} | ({"stage": stage} if stage else {})
     sides = {
-        name: planned | {"spec": as_seen(RLHFJobSpec.model_validate(spec))}
+        name: {"status": status, "spec": as_seen(RLHFJobSpec.model_validate(spec))}
         for name, spec in (("oldSelf", before), ("self", before | after))
     }
     rules = [(re.sub(r"\b(self|oldSelf)\.", r"self.\1.", rule.rule), rule.message) for rule in TRANSITION_RULES]
     return [message for rule, message in rules if not evaluate(rule, sides)]
+
+
+def test_a_job_that_began_stays_fixed_while_it_cannot_be_planned_anew():
+    """Its checkpoint is that of the old fields."""
+    spec = manifest()["spec"]
+    changed = spec["ppo"] | {"iterations": 7}
+    assert refused(spec, planned="False", stage=None, ppo=changed) == [], "it may still be corrected"
+    assert len(refused(spec, planned="False", ppo=changed)) == 1
+    assert len(refused(spec, stage=None, ppo=changed)) == 1
 
 
 def test_the_number_of_trainers_may_change_while_the_job_is_suspended():

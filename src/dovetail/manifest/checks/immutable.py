@@ -1,8 +1,8 @@
 """Says which parts of a job's spec may change, as CEL transition rules, by the policies of `dovetail.manifest.types`.
 
 At any time a user may suspend and resume a job, scale its rollout groups, and let a failed job try again. What decides
-what is trained is fixed when the job has a plan (condition Planned=True). Before that it may be corrected, for example
-while Planned=False says what does not fit."""
+what is trained is fixed when the job has a plan (condition Planned=True) or has begun. Before that it may be corrected,
+for example while Planned=False says what does not fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from dovetail.manifest.field_policy import parts
 from dovetail.manifest.type_descriptions import model_in
 from dovetail.manifest.types import Group, RLHFJobSpec
 
-_UNPLANNED = "!has(oldSelf.status) || !oldSelf.status.conditions.exists(c, c.type == 'Planned' && c.status == 'True')"
+# A job that has begun stays fixed if it cannot be planned anew, for example for another number of trainers.
+_UNPLANNED = (
+    "!has(oldSelf.status) || !has(oldSelf.status.stage) && "
+    "!oldSelf.status.conditions.exists(c, c.type == 'Planned' && c.status == 'True')"
+)
 _AGAIN = "cannot change once the job is planned; delete the job and create it anew"
 _SUSPENDED = "cannot change while the job may run; set spec.suspend to true first"
 
