@@ -3,6 +3,7 @@
 import json
 import re
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -145,6 +146,27 @@ def test_the_report_of_a_long_run_is_small_and_says_what_it_lacks(tmp_path, monk
     assert 100 < len(steps) < 2000
     assert steps[-1] == 3000
     assert re.search(r"This file has every \d+th step", answers["about"]["left_out"])
+
+
+def test_the_report_of_long_samples_still_has_timelines_and_every_table(tmp_path, monkeypatch):
+    """Whole samples of thousands of tokens took all the room, and the page said that no iteration had ended."""
+    run = finished_run(tmp_path / "run")
+    (run / "samples").mkdir()
+    for k in (1, 2, 29, 30):
+        row = {"iteration": k, "prompt_index": 0, "prompt": "?", "tokens": 4096, "reward": 1.0}
+        rows = [row | {"sample_index": n, "response": "<b>" * 60_000} for n in range(30)]
+        damaged = {"iteration": k, "prompt": "?", "response": "a row of something else"}
+        text = "".join(json.dumps(each) + "\n" for each in [*rows, damaged])
+        (run / f"samples/iteration-{k:04d}.jsonl").write_text(text)
+    monkeypatch.chdir(run)
+    page = write_report(Path()).read_text()
+    assert len(page) < report.MOST_BYTES + 200_000, "with the page itself"
+    found, asked = page_data(page), page_data(page)["answers"]
+    assert found["about"]["run"] == "run", "it has a name when its folder is the current one"
+    assert asked["overview"]["trace_iterations"] == [29, 30]
+    assert asked["overview"]["sample_iterations"] == [1, 2, 29, 30]
+    assert {"timeline/30", "timeline/29", "samples/1", "samples/30", "events"} <= set(asked)
+    assert any(question.startswith("sample/30/") for question in asked)
 
 
 def test_the_report_shows_the_method_the_manifest_and_the_learning_rates(tmp_path):

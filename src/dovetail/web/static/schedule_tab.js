@@ -27,7 +27,7 @@ export async function scheduleTab({source, id, body, signal}) {
       legend([...used].sort().map((name) => [`${name.slice(0, -2)} ${ACTION_NAMES[name.slice(-1)]}`, ACTIONS[name]])),
       ...parts.map(([title, part]) => lanes({title: `${title}: ${number(part.seconds)} ${unit}`, end, unit, lanes: part.ranks.map((rank, i) => ({label: `rank ${i}`,
         bars: rank.map((a) => [`${a.model} ${ACTION_NAMES[a.kind]} ${a.micro_batch}`, a.start, a.end, a.stage === null ? "" : `stage ${a.stage}`, ACTIONS[`${a.model} ${a.kind}`]])}))})),
-      h("details", {}, h("summary", {}, "Times and memory"), table([{label: "What"}, {label: "Value", n: true}], found.facts, "Times and memory")),
+      h("details", {}, h("summary", {}, "Times and memory"), table([{label: "What"}, {label: "Value", n: true}], found.facts || [], "Times and memory")),
       h("details", {}, h("summary", {}, "Other families"), table([{label: "Family"}, {label: "Published as"}, {label: "Longer by", n: true}, {label: "Peak activation", n: true}, {label: "Here"}],
         [...found.families.map((f) => [`${f.name}: ${f.description}`, f.published, percent(f.slower), f.peak, f.name === found.chosen ? "chosen" : f.runs_here ? "possible" : "not with this layout"]), ...Object.entries(found.refused).map(([name, why]) => [name, "", "–", "–", why])], "Families")));
   }

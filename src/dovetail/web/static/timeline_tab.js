@@ -15,7 +15,7 @@ export async function timelineTab({source, id, body, args, signal}) {
   async function load() {
     there = (await source.document(id, "overview", signal)).trace_iterations;
     if (follow) iteration = there.length ? there[there.length - 1] : null;
-    if (iteration === null) { box.replaceChildren(h("p", {class: "mute"}, "No iteration has ended yet.")); return; }
+    if (iteration === null) { box.replaceChildren(h("p", {class: "mute"}, source.kind === "file" ? "This file has no timeline." : "No iteration has ended yet.")); return; }
     swap(controls, select("Iteration", [...there].reverse().map((n) => [n, n]), iteration, (value) => { iteration = Number(value); follow = false; load(); }),
       h("span", {class: "mute"}, "Drag to zoom. Arrow keys choose a bar."));
     if (iteration === shown) return;

@@ -107,15 +107,13 @@ class PageDocuments:
 
     def _sample(self, iteration: int, prompt: int, sample: int) -> Document:
         rows = self.folder.samples(iteration)
-        place = next(
-            (i for i, r in enumerate(rows) if (r["prompt_index"], r["sample_index"]) == (prompt, sample)), None
-        )
+        place = next((i for i, row in enumerate(rows) if _key(row) == [prompt, sample]), None)
         if place is None:
             raise NotKept(f"iteration {iteration} keeps no sample {sample} of prompt {prompt}")
         row = rows[place]
         moves = [move for move in self.folder.moves(iteration) if move["sample"] == [iteration, prompt, sample]]
-        group = [r.get("reward") for r in rows if r["prompt_index"] == prompt]
-        batch, number = self.folder.batch(iteration), sum(r["prompt_index"] == prompt for r in rows[:place])
+        group = [r.get("reward") for r in rows if r.get("prompt_index", 0) == prompt]
+        batch, number = self.folder.batch(iteration), sum(r.get("prompt_index", 0) == prompt for r in rows[:place])
         equal = len(group) > 1 and len(set(group)) == 1
         return {
             **{key: row.get(key) for key in _SHOWN},
@@ -152,9 +150,14 @@ _SHOWN = (
 )
 
 
+def _key(row: Row) -> list[int]:
+    """Which sample it is. A damaged row may not say it."""
+    return [row.get("prompt_index", 0), row.get("sample_index", 0)]
+
+
 def _place(rows: list[Document], index: int) -> list[int] | None:
     """The [prompt, sample] of row `index`, or None if there is no such row."""
-    return [rows[index]["prompt_index"], rows[index]["sample_index"]] if 0 <= index < len(rows) else None
+    return _key(rows[index]) if 0 <= index < len(rows) else None
 
 
 def _no_samples(iteration: int) -> NotKept:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from dovetail.coordinator.reporting.page.overview import last_of_each_step
 from dovetail.coordinator.reporting.page.page_documents import PageDocuments, encode
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
 from dovetail.coordinator.reporting.report.run_summary import read_summary
-from dovetail.coordinator.reporting.sample_files import best_and_worst
+from dovetail.coordinator.reporting.sample_files import Row, best_and_worst
 from dovetail.protocol.errors import RunError
 from dovetail.protocol.files.durable import write_whole
+from dovetail.protocol.wire import Arrays
 from dovetail.web.page_files import frozen_page
 
 # The maximum number of bytes of data in a report, and in that of a run whose disk is full.
@@ -30,17 +32,35 @@ _KEPT = {
 }
 
 
+class _Ended(RunFolder):
+    """The folder of a run that writes no more. The samples and the batch of an iteration are read once, as long as no
+    other iteration is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._samples, self._batch = lru_cache(1)(super().samples), lru_cache(1)(super().batch)
+
+    def samples(self, iteration: int) -> list[Row]:
+        return self._samples(iteration)
+
+    def batch(self, iteration: int) -> Arrays:
+        return self._batch(iteration)
+
+
 class _Answers:
     """The run's answers to the page's questions, as long as there is room for them."""
 
     def __init__(self, run: PageDocuments, room: int) -> None:
         self.found: dict[str, Any] = {}
         self.run, self.room, self.now = run, room, time.time()
+        self.full = False  # whether the last answer did not fit
 
     def put(self, question: str, answer: bytes) -> bool:
-        if len(answer) > self.room:
+        size = len(answer) + 5 * answer.count(b"<")  # as it is written into the page
+        self.full = size > self.room
+        if self.full:
             return False
-        self.room -= len(answer)
+        self.room -= size
         self.found[question] = json.loads(answer)
         return True
 
@@ -73,20 +93,18 @@ def _thinned(rows: Sequence[dict[str, Any]], room: int) -> tuple[list[dict[str, 
 
 
 def report_data(run: PageDocuments, most: int) -> bytes:
-    """What the page asks for, with what is most looked at first: at most `most` bytes, and the overview."""
+    """What the page asks for, with what is most looked at first: at most `most` bytes, or those of the overview."""
     asked, folder = _Answers(run, most), run.folder
-    overview = json.loads(run.answer("overview", asked.now, alive=False))
+    about_all = run.answer("overview", asked.now, alive=False)
+    overview = json.loads(about_all)
+    asked.room -= len(about_all) + 5 * about_all.count(b"<")
     rows, every = _thinned(folder.rows(), most // 2)
     asked.put("history/0", encode({"rows": rows, "next": len(rows), "more": False}))
     traces, samples, evaluations = (list(overview[name]) for name in _KEPT)
     # The answers at the end, at the beginning and before the first iteration stand side by side.
     for number in dict.fromkeys([*_ends(evaluations), *(number for number in evaluations if number <= 0)]):
         asked.ask(f"evaluation/{number}")
-    for iteration in _ends(samples):
-        if asked.ask(f"samples/{iteration}"):
-            kept = folder.samples(iteration)
-            for row in [*(row for _, row in best_and_worst(kept)), *kept[:WHOLE_SAMPLES]]:
-                asked.ask(f"sample/{iteration}/{row['prompt_index']}/{row['sample_index']}")
+    listed = [iteration for iteration in _ends(samples) if asked.ask(f"samples/{iteration}")]
     asked.ask("events")
     # The last iteration also has the final checkpoint, so the one before it is there too.
     for iteration in reversed(traces[-2:]):
@@ -94,9 +112,17 @@ def report_data(run: PageDocuments, most: int) -> bytes:
         asked.ask(f"schedule/{iteration}")
     if not traces:
         asked.ask("schedule/0")
+    left = asked.room // 2  # whole samples of long responses would fill all
+    for iteration in listed:
+        kept = folder.samples(iteration)
+        for row in [*(row for _, row in best_and_worst(kept)), *kept[:WHOLE_SAMPLES]]:
+            if asked.room > left:
+                asked.ask(f"sample/{iteration}/{row.get('prompt_index', 0)}/{row.get('sample_index', 0)}")
     for kind, numbers in (("evaluation", evaluations), ("samples", samples), ("timeline", traces)):
-        if not all(asked.ask(f"{kind}/{number}") for number in reversed(numbers)):
-            break
+        for number in reversed(numbers):
+            asked.ask(f"{kind}/{number}")
+            if asked.full:
+                break
     parts = [f"every {every}th step"] if every > 1 else []
     for name, (kind, words) in _KEPT.items():
         numbers = [number for number in overview[name] if f"{kind}/{number}" in asked.found]
@@ -117,7 +143,7 @@ def report_data(run: PageDocuments, most: int) -> bytes:
 def write_report(run_dir: Path) -> Path:
     """Write report.html into a run directory, atomically. Raises RunError if there is no summary.json."""
     read_summary(run_dir)
-    run, path = PageDocuments(RunFolder(run_dir)), run_dir / "report.html"
+    run, path = PageDocuments(_Ended(run_dir.resolve())), run_dir / "report.html"
     try:
         try:
             write_whole(path, frozen_page(report_data(run, MOST_BYTES)))
