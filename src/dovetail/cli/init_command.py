@@ -107,9 +107,8 @@ def init(method: Method, folder: Path, model: str | None, data: Path | None) -> 
     local = frozenset(name for names in sources.values() for name in names) | (
         {where} if scratch or is_folder else set()
     )
-    manifest = first_job(
-        manifest_of(line, local, folder, cpu=scratch), method, scratch=scratch, own=own is not None, labelled=labelled
-    )
+    meant = manifest_of(line, local, folder.resolve(), cpu=scratch)
+    manifest = first_job(meant, method, scratch=scratch, own=own is not None, labelled=labelled)
     name = manifest["metadata"]["name"] = job_name(folder)
     what = what_it_does(method, labelled)
     files = {"job.yaml": commented(as_yaml(manifest), name, manifest["spec"]["stages"], what, scratch)}

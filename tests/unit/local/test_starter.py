@@ -119,6 +119,20 @@ def test_it_writes_what_the_command_line_means(method: str, tmp_path: Path, monk
     assert written == meant
 
 
+def test_a_new_folder_gets_the_lengths_of_the_records_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data is named by its way from a folder that does not exist yet."""
+    monkeypatch.chdir(tmp_path)
+    model = save_model_folder(tmp_path / "model")
+    Path("mine.jsonl").write_text(f'{{"prompt": "{"long " * 1200}", "answer": "4"}}\n' * 40)
+    Path("there").mkdir()
+    lengths = []
+    for folder in ("there", "new", "new2/deep"):
+        assert init("grpo", tmp_path / folder, "--model", model, "--data", "mine.jsonl").exit_code == 0
+        lengths.append(yaml.safe_load((tmp_path / folder / "job.yaml").read_text())["spec"]["data"]["maxPromptTokens"])
+    assert lengths[0] > 512, "the default"
+    assert lengths == lengths[:1] * 3
+
+
 def test_labelled_answers_make_a_job_of_kto(tmp_path: Path) -> None:
     """The job was refused when it ran: DPO learns from pairs, and SFT from no bad answer."""
     bad = LABELLED.replace("4", "5").replace("true", "false")

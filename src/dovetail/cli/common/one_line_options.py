@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,7 +114,8 @@ def _longest(line: OneLine, kind: DataKind, local: frozenset[str], base: Path) -
     most = 0
     try:
         for name in names:
-            for _, row in itertools.islice(rows_of(source_files(base / name, f"--{kind}")), _RECORDS):
+            path = Path(os.path.normpath(base / name))  # the folder may not be there yet
+            for _, row in itertools.islice(rows_of(source_files(path, f"--{kind}")), _RECORDS):
                 if isinstance(row, dict):
                     read = {n: v for n, v in row.items() if prompts is None or n in prompts}
                     most = max(most, len(json.dumps(read, ensure_ascii=False, default=str).encode(errors="replace")))
