@@ -18,7 +18,7 @@ from dovetail.kube.resources import CONFIG_MAP, JOBSET
 from dovetail.manifest.checks.name_rules import check_name
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.documents import ManifestError, parse
-from dovetail.manifest.resolve import resolve
+from dovetail.manifest.resolve import resolve, with_lag
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.operator.cluster.object_cache import TOO_LARGE, Key, values_of
 from dovetail.operator.operator_settings import OperatorSettings
@@ -223,13 +223,17 @@ class Planner:
             return read
         job, wanted = read.job, read.hash
         made = children.get(CONFIG_MAP.kind, names.plan_config_map(job.metadata.name))
-        if made is not None and (started or read.planned_so(made)):
-            plan = read.stored(made, self._stored)
-            if plan is not None:
-                return job, plan
+        plan = None if made is None else read.stored(made, self._stored)
+        if made is not None and plan is not None and (started or read.planned_so(made)):
+            return job, plan
+        asked = job
+        if plan is not None and (document.get("status") or {}).get("stage"):
+            # Its samples are drawn by this lag. Auto could choose another one for other pods.
+            asked = job.model_copy(update={"spec": with_lag(job.spec, plan.lag)})
+            wanted = spec_hash(asked)
         if errors := self._problems(job.spec):
             return PlanRefused(reasons.INVALID_SPEC, " ".join(errors))
-        found = self._answer(wanted) or await self._new(job, wanted)
+        found = self._answer(wanted) or await self._new(asked, wanted)
         return found if isinstance(found, PlanRefused) else (job, found)
 
     def _answer(self, wanted: str) -> Plan | PlanRefused | None:

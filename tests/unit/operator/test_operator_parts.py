@@ -11,6 +11,8 @@ import tracemalloc
 import pytest
 
 from dovetail.kube.resources import Gang
+from dovetail.manifest.resolve import with_lag
+from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.operator.cluster.object_cache import TOO_LARGE, ObjectCache
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner, read_job
@@ -397,6 +399,29 @@ def test_a_plan_in_the_config_map_is_kept():
     made["data"]["plan.json"] = "damaged"
     assert isinstance(plan_with(infeasible, children=children), PlanRefused)
     assert isinstance(plan_with(make_plan, children=children)[1], Plan)
+
+
+def lag_by_trainers(spec):
+    """A planner for which Auto is another lag with other trainers."""
+    lag = spec.groups[0].replicas - 1 if spec.ppo.lag == AUTO_LAG else spec.ppo.lag
+    return make_plan(with_lag(spec, lag)).model_copy(update={"lag": lag})
+
+
+@pytest.mark.slow
+def test_a_job_that_has_begun_keeps_its_lag_when_it_is_planned_for_other_trainers():
+    """Its samples are of versions by that lag; the job failed when the next one was assembled."""
+    document = manifest()
+    document["spec"]["ppo"]["lag"] = "Auto"
+    job = read_job(document)
+    made = config_map(RenderContext(job, document["metadata"]["uid"], lag_by_trainers(job.spec), OperatorSettings()))
+    children = Children({("ConfigMap", "demo-plan"): made})
+    document["spec"]["groups"][0]["replicas"] = 2
+    document["metadata"]["generation"] = 2
+    for stage, lag in ((None, 1), ("ppo", 0)):
+        document["status"] = {"stage": stage} if stage else {}
+        found, plan = plan_with(lag_by_trainers, children=children, document=document)
+        assert (plan.lag, plan.world_size) == (lag, 2)
+        assert found.spec.ppo.lag == AUTO_LAG, "job.json stays as it is written"
 
 
 def test_a_broken_manifest_is_a_sentence():
