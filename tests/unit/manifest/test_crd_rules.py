@@ -54,9 +54,10 @@ def test_only_transition_rules_look_back():
         assert rule.rule.startswith("!has(oldSelf.status) || "), "a job that is not planned may be corrected"
 
 
-def refused(before, planned="True", stage="ppo", **after):
+def refused(before, planned="AsPlanned", stage="ppo", **after):
     """The sentences for a change of a job: one that runs, or one whose plan or first stage is missing."""
-    status = {"conditions": [{"type": "Planned", "status": planned}]} | ({"stage": stage} if stage else {})
+    condition = {"type": "Planned", "status": str(planned == "AsPlanned"), "reason": planned}
+    status = {"conditions": [condition]} | ({"stage": stage} if stage else {})
     sides = {
         name: {"status": status, "spec": as_seen(RLHFJobSpec.model_validate(spec))}
         for name, spec in (("oldSelf", before), ("self", before | after))
@@ -69,8 +70,9 @@ def test_a_job_that_began_stays_fixed_while_it_cannot_be_planned_anew():
     """Its checkpoint is that of the old fields."""
     spec = manifest()["spec"]
     changed = spec["ppo"] | {"iterations": 7}
-    assert refused(spec, planned="False", stage=None, ppo=changed) == [], "it may still be corrected"
-    assert len(refused(spec, planned="False", ppo=changed)) == 1
+    assert refused(spec, planned="PlanInfeasible", stage=None, ppo=changed) == [], "it may still be corrected"
+    assert refused(spec, planned="InvalidSpec", ppo=changed) == [], "a later release refuses what it had"
+    assert len(refused(spec, planned="PlanInfeasible", ppo=changed)) == 1
     assert len(refused(spec, stage=None, ppo=changed)) == 1
 
 

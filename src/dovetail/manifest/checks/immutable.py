@@ -15,10 +15,11 @@ from dovetail.manifest.field_policy import parts
 from dovetail.manifest.type_descriptions import model_in
 from dovetail.manifest.types import Group, RLHFJobSpec
 
-# A job that has begun stays fixed if it cannot be planned anew, for example for another number of trainers.
+# A job that has begun stays fixed if no plan fits it anew, for example for another number of trainers. It may be
+# corrected if a later release refuses it.
 _UNPLANNED = (
-    "!has(oldSelf.status) || !has(oldSelf.status.stage) && "
-    "!oldSelf.status.conditions.exists(c, c.type == 'Planned' && c.status == 'True')"
+    "!has(oldSelf.status) || !oldSelf.status.conditions.exists(c, c.type == 'Planned' && "
+    "(c.status == 'True' || has(oldSelf.status.stage) && c.reason != 'InvalidSpec'))"
 )
 _AGAIN = "cannot change once the job is planned; delete the job and create it anew"
 _SUSPENDED = "cannot change while the job may run; set spec.suspend to true first"

@@ -22,6 +22,7 @@ _TOGETHER = (
     f"last pod may have {LONGEST_TOGETHER} characters, because pod names are made of them."
 )
 _PODS = "(has(g.maxReplicas) ? g.maxReplicas : has(g.replicas) ? g.replicas : has(g.minReplicas) ? g.minReplicas : 1)"
+_READ = {"name", "replicas", "minReplicas", "maxReplicas"}
 _DIGITS = f"({_PODS} <= 10 ? 1 : {_PODS} <= 100 ? 2 : {_PODS} <= 1000 ? 3 : 5)"
 NAME_RULES = (
     CelRule("", "self.metadata.name.matches('^[a-z]')", _LETTER, ".metadata.name"),
@@ -37,5 +38,6 @@ NAME_RULES = (
 
 def check_name(name: str, spec: RLHFJobSpec) -> list[str]:
     """One sentence for each rule that the job's name breaks. [] if it breaks none."""
-    job = {"metadata": {"name": name}, "spec": as_seen(spec)}
+    groups = [{key: value for key, value in each.items() if key in _READ} for each in map(as_seen, spec.groups)]
+    job = {"metadata": {"name": name}, "spec": {"groups": groups}}
     return [rule.message for rule in NAME_RULES if not evaluate(rule.rule, job)]

@@ -204,8 +204,9 @@ PPO_RULES = (
         "spec.ppo.dropEqualGroups is true, but the advantages do not compare the samples of one prompt; use grpo, rloo "
         "or reinforce++-baseline without an advantageFunction, or set it to false.",
     ),
-    ppo_rule(
-        "!has(self.ppo.streaming) || self.ppo.streaming != 'Auto'",
+    Rule(
+        ("spec.ppo",),  # a stored job that has it may change elsewhere
+        "!has(self.streaming) || self.streaming != 'Auto'",
         "spec.ppo.streaming is no longer there, because spec.ppo.lag gains more; remove it, which changes nothing but "
         "the last bits, and set spec.ppo.lag to Auto in a new run.",
     ),

@@ -59,9 +59,13 @@ class Rule:
                 return None
         except CelError:  # a part without a schema has another form than it should, which rules in Python are about
             return None
-        return self._fill(
-            lambda name: found.path if name == "path" else str(evaluate(formatted(self._cel(name)), found.seen))
-        )
+        return self._fill(lambda name: found.path if name == "path" else self._evaluated(name, found))
+
+    def _evaluated(self, name: str, found: FoundObject) -> str:
+        try:
+            return str(evaluate(formatted(self._cel(name)), found.seen))
+        except CelError:
+            return "…"
 
     def cel_rules(self) -> Iterator[CelRule]:
         """The rule in the CRD, once for each place. Empty for a rule in Python."""
