@@ -115,7 +115,7 @@ def read_replay(run_dir: Path, iteration: int) -> Replay:
         raise UsageError(f"{run_dir} is no run directory: it has no store.sqlite")
     try:
         job = RLHFJob.model_validate_json((run_dir / "job.json").read_text(encoding="utf-8"))
-        plan = Plan.model_validate_json((run_dir / "plan.json").read_text(encoding="utf-8"))
+        plan = Plan.model_validate_json((run_dir / "plan.json").read_text(encoding="utf-8"), extra="ignore")
     except (OSError, ValidationError) as error:
         raise RunError(f"{run_dir}: job.json and plan.json cannot be read: {error}") from error
     try:

@@ -325,9 +325,11 @@ PARTS = (
 )
 
 
+@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("arguments", [{"city": "Zürich"}, '{"city": "Zürich"}'])
-def test_calls_are_given_as_the_template_wants_them(arguments: Any) -> None:
-    call = {**CALL, "function": {"name": "weather", "arguments": arguments}}
+def test_calls_are_given_as_the_template_wants_them(arguments: Any, flat: bool) -> None:
+    named = {"name": "weather", "arguments": arguments}
+    call = named if flat else {**CALL, "function": named}
     messages = [ASKED[3], say("assistant", "", tool_calls=[call]), say("tool", "dry"), ANSWERS[0]]
     whole = read(messages, DEEPSEEK)
     given = [ASKED[3], say("assistant", "", tool_calls=[call]), *messages[2:]]

@@ -155,6 +155,8 @@ def test_the_files_of_a_folder(tmp_path: Path) -> None:
 def test_records_beside_files_of_another_kind_are_not_left_out(tmp_path: Path, records: str) -> None:
     (tmp_path / "test.csv").write_text("text\na\n")
     (tmp_path / "dataset_info.json").write_text('{"features": [{"name": "text"}]}')
+    for name, text in (("labels", '["a", "b"]'), ("empty", "[]"), ("broken", "[{")):
+        (tmp_path / f"{name}.json").write_text(text)
     assert [file.name for file in source_files(tmp_path, "f")] == ["test.csv"]
     (tmp_path / "train.json").write_text(records)
     with pytest.raises(

@@ -87,11 +87,12 @@ def test_prompts_and_pairs_see_them_too(chat: ChatFormat, tools: Any) -> None:
 
 def test_the_old_name_of_a_call_is_a_call(chat: ChatFormat) -> None:
     old = {"role": "assistant", "content": None, "function_call": CALL["function"]}
-    assert read({"messages": [DIALOGUE[0], old]}, chat) == read({"messages": DIALOGUE[:2]}, chat)
+    for written in (old, old | {"tool_calls": None}, old | {"tool_calls": [], "content": ""}):
+        assert read({"messages": [DIALOGUE[0], written]}, chat) == read({"messages": DIALOGUE[:2]}, chat)
 
 
-@pytest.mark.parametrize("option", ["auto", "none"])
-def test_an_option_of_a_request_is_no_call(chat: ChatFormat, option: str) -> None:
+@pytest.mark.parametrize("option", ["auto", "none", {}, [], False])
+def test_an_option_of_a_request_is_no_call(chat: ChatFormat, option: object) -> None:
     answer = {"role": "assistant", "content": "No."}
     asked = [{**DIALOGUE[0], "function_call": option}, {**answer, "function_call": option}]
     assert read({"messages": asked}, chat) == read({"messages": [DIALOGUE[0], answer]}, chat)

@@ -7,10 +7,12 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from dovetail.cli.main import cli
+from dovetail.coordinator.data.text.chat_template import HUMAN_ASSISTANT_TEMPLATE
 from dovetail.protocol.errors import RunError
 from dovetail.tools.serving.chat import Sampling
 from dovetail.tools.serving.chat_server import ServedModel
 from dovetail.tools.serving.conversation import ColumnScreen, PlainScreen, converse, typed_lines
+from dovetail.tools.serving.served_result import has_own_template
 from helpers.fake_openai import FakeOpenAI
 
 SAMPLING = Sampling(8, 0.5)
@@ -151,3 +153,21 @@ def test_arguments_that_do_not_fit(arguments, said):
     found = CliRunner().invoke(cli, ["chat", *arguments])
     assert found.exit_code == 2
     assert said in found.output
+
+
+# What the release before wrote into exports of models without a template of their own.
+EARLIER_TEMPLATE = (
+    "{{- '<s>' }}{%- for message in messages %}"
+    "{%- if message['role'] == 'user' %}{{- '\\n\\nHuman: ' + message['content'] }}"
+    "{%- elif message['role'] == 'assistant' %}{{- '\\n\\nAssistant: ' + message['content'] }}"
+    "{%- elif message['role'] == 'system' %}{{- '\\n\\nSystem: ' + message['content'] }}"
+    "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '\\n\\nAssistant:' }}{%- endif %}"
+)
+
+
+def test_replies_of_models_without_a_template_end_where_the_user_would_speak(tmp_path):
+    """Also of a model that an earlier release exported: else it goes on with the user's next turn."""
+    for text, own in ((HUMAN_ASSISTANT_TEMPLATE, False), (EARLIER_TEMPLATE, False), ("{{ messages }}", True)):
+        (tmp_path / "chat_template.jinja").write_text(text)
+        assert has_own_template(tmp_path) is own

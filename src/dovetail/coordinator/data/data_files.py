@@ -49,10 +49,13 @@ def source_files(path: Path, field: str) -> list[Path]:
 
 
 def _holds_records(file: Path) -> bool:
-    """Whether a JSON file has a list or several objects, and not the one object that describes other files."""
+    """Whether a JSON file has a list of objects or several objects, and not a list of names, or the one object that
+    describes other files."""
     try:
         with _opened(file) as opened:
-            return _Json(_text(opened)).next() == "[" or len(list(itertools.islice(_json(file), 2))) > 1
+            enough = 1 if _Json(_text(opened)).next() == "[" else 2
+        found = list(itertools.islice(_json(file), enough))
+        return len(found) == enough and all(isinstance(value, dict) for _, value in found)
     except DataError:
         return False
 

@@ -128,7 +128,7 @@ class RunDir:
             self._check_same(job, old)
             (self.path / "summary.json").unlink(missing_ok=True)
             with contextlib.suppress(ValueError):
-                before = Plan.model_validate(read_object(self.path / "plan.json"))
+                before = Plan.model_validate(read_object(self.path / "plan.json"), extra="ignore")
                 if ranks_text(before) != ranks_text(plan):
                     told = (
                         f"The run goes on with the trainer ranks {ranks_text(plan)}, after {ranks_text(before)}. From "

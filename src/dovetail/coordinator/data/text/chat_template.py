@@ -473,10 +473,11 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
     """A call whose arguments are a text in JSON."""
-    function = call.get("function", {})
+    rest = {key: value for key, value in call.items() if key not in ("name", "arguments", "function")}
+    function = call.get("function") or {"name": call.get("name"), "arguments": call.get("arguments", {})}
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"type": "function", **call, "function": {**function, "arguments": text}}
+    return {"type": "function", **rest, "function": {**function, "arguments": text}}
 
 
 def _thought(answer: Message) -> tuple[str, str]:

@@ -58,8 +58,9 @@ def conversation(value: Any, name: str, where: str) -> Conversation:
         content = _content(item) if isinstance(item, Mapping) else None
         place = f"{where}: message {i} of field {name!r}"
         # OpenAI's old name. There "auto" and "none" are options of a request.
-        if isinstance(item, Mapping) and item.get("function_call") not in (None, "", "auto", "none"):
-            item = {"tool_calls": [{"type": "function", "function": item["function_call"]}], **item}
+        called = item.get("function_call") if isinstance(item, Mapping) else None
+        if called and called not in ("auto", "none") and not item.get("tool_calls"):
+            item = {**item, "tool_calls": [{"type": "function", "function": called}]}
         if isinstance(item, Mapping) and content is None and item.get("tool_calls"):
             content = ""  # null beside calls, as in OpenAI's API
         if not isinstance(role, str) or not isinstance(content, str):
