@@ -8,7 +8,7 @@ SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE
 
 ifndef PYTHON
-PYTHON := $(shell for v in 3.11 3.12 3.13; do python$$v -c "" 2>/dev/null && echo python$$v && break; done)
+PYTHON := $(shell for v in 3.11 3.12 3.13; do python$$v -c "import ensurepip" 2>/dev/null && echo python$$v && break; done)
 endif
 VENV := .venv
 BIN := $(VENV)/bin
@@ -217,13 +217,13 @@ test-gpu: $(if $(wildcard .wheels),,install) ## Tests on a real GPU
 	hack/gpu_python.sh -m pytest -p no:cacheprovider tests/gpu
 
 # What bench-gpu needs beside torch, transformers, triton, numpy and safetensors; see docs/gpus.md.
-CARRIED := pydantic pydantic-core annotated-types typing-inspection typing-extensions datasets dill multiprocess
+CARRIED := cel-expr-python pydantic pydantic-core annotated-types typing-inspection typing-extensions datasets dill multiprocess
 CARRIED_PYTHON ?= 3.12
 
 bench-gpu-wheels: $(STAMP) ## Wheels in .wheels/ for a machine without a package registry that runs bench-gpu
 	rm -rf .wheels
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --dest .wheels \
-		--python-version $(CARRIED_PYTHON) --implementation cp --platform manylinux_2_17_x86_64 \
+		--python-version $(CARRIED_PYTHON) --implementation cp --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 \
 		$(foreach name,$(CARRIED),$$(grep -oE '^$(name)==[^ ;]+' requirements/cpu.txt))
 	@du -sh .wheels
 

@@ -157,7 +157,7 @@ async def _run(job: Job, lag: int, settings: CoordinatorSettings, pipe: Pipe) ->
             await engines.begin_ppo()
             ends = [clock()]
             while engines.iteration < spec.ppo.iterations:
-                experience = await engines.generate_experience(stream=True)
+                experience = await engines.generate_experience()
                 rows.append(await engines.train(experience))
                 ends.append(clock())
             return ends

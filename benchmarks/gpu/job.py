@@ -20,7 +20,7 @@ from dovetail.tools.one_line import product_label
 from gpu.report import Report
 from gpu.scale import Scale
 
-NEEDED = ("aiohttp", "datasets", "jinja2", "prometheus_client", "tensorboard", "yaml")
+NEEDED = ("aiohttp", "cel_expr_python", "datasets", "jinja2", "prometheus_client", "tensorboard", "yaml")
 SFT_STEPS, DPO_STEPS, KILLED_AT = 40, 30, 14
 LLAMA = {
     "hidden_size": 1024,

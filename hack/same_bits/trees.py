@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 VENV = (ROOT / ".venv").resolve()
 LOCK = "requirements/cpu.txt"
+PYTHON = f"python{sys.version_info[0]}.{sys.version_info[1]}"
 SOURCES = ("src", "trainer_image", "rollout_image", "operator")
 JOBS = ("ppo", "grpo")
 JOB_SECONDS = 1200
@@ -75,7 +76,7 @@ class Tree:
     def key(self, job: str) -> Path:
         """The file that keeps the facts of a job: of this code, these packages, this kind of machine, this judge."""
         parts = [git("rev-parse", f"{self.id}:{folder}") for folder in SOURCES]
-        parts += [self._lock(), _machine(), job]
+        parts += [self._lock(), _machine(), PYTHON, job]
         parts += [(HERE / name).read_text() for name in ("facts.py", "trees.py", f"{job}.yaml", "vowels.py")]
         return CACHE / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.json"
 
@@ -107,7 +108,7 @@ class Tree:
         """The folder of the packages that the tree's lock names."""
         venv = VENV
         if self._lock() != git("hash-object", str(ROOT / LOCK)):
-            venv = CACHE / f"packages-{self._lock()}"
+            venv = CACHE / f"packages-{PYTHON}-{self._lock()}"
             if not (venv / "done").exists():
                 print(f"{self.name}: installing other packages, as its {LOCK} differs", flush=True)
                 shutil.rmtree(venv, ignore_errors=True)

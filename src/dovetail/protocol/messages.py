@@ -171,7 +171,7 @@ class Evaluate(Message):
     reference: bool = Field(
         default=False,
         description="DPO: the log-probabilities of the batches' responses are asked for, and no metrics. It is sent "
-        "before the first step, so they are the reference's.",
+        "while the ranks have the stage's first weights, so they are the reference's.",
     )
 
 

@@ -72,8 +72,7 @@ def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patien
     client = CoordinatorClient(env.coordinator, env.token, patience)
     # torch would end this process when a peer is lost. Instead, the heartbeat thread aborts the groups.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    # The environment is checked before the slow imports and settings of torch.
-
+    # After the checks above, because these imports are slow.
     from dovetail.trainer.algorithms.policy import rehearse_loss
     from dovetail.trainer.engine.engine import choose_algorithms
     from dovetail.trainer.functions import rehearse_advantages

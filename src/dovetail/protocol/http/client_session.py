@@ -13,7 +13,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from dovetail.protocol.http.header_deadline import CLIENT_KEEP_SECONDS
 from dovetail.protocol.http.last_address import LastAddress
 
-_resent: list[bool] = []
+_resent = 0
 _reused: ContextVar[list[bool]] = ContextVar("reused")
 
 
@@ -34,6 +34,7 @@ def client_session(*, address: LastAddress | None = None, **options: Any) -> aio
 async def resend(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
     """A middleware for requests that may arrive twice. A request whose kept connection ends before any byte of an
     answer is sent again. This is no failure of the server, which may just have closed the connection."""
+    global _resent
     while True:
         reused: list[bool] = []
         _reused.set(reused)
@@ -43,12 +44,12 @@ async def resend(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerT
             # Each attempt uses up a kept connection, so this ends. A new connection that fails is a failure.
             if not reused or isinstance(error, aiohttp.ClientConnectorError):
                 raise
-            _resent.append(True)
+            _resent += 1
 
 
 def resent() -> int:
     """How many requests of this process were sent again so far."""
-    return len(_resent)
+    return _resent
 
 
 async def _note_reuse(*_: object) -> None:
