@@ -173,11 +173,11 @@ def test_rules_say_what_dovetail_validate_says(dry_run, changes, sentence):
     broken = [(rule, told) for rule in RULES for _, told in rule.check(objects)]
     assert [told for _, told in broken if sentence in told]
     refused = dry_run.create(manifest)
-    assert bool(refused) == any(rule.cel or rule.by_type for rule, _ in broken)
+    assert bool(refused) == any(isinstance(rule.holds, str) or rule.by_type for rule, _ in broken)
     for rule, told in broken:
         if rule.by_type:
             assert "Duplicate value" in refused or "Required value" in refused
-        elif rule.cel:
+        elif isinstance(rule.holds, str):
             assert told in sentences(refused), refused
 
 

@@ -78,10 +78,8 @@ def has_template(folder: Path) -> bool:
 def has_own_template(folder: Path) -> bool:
     """Whether the tokenizer has a chat template that Dovetail did not write. Then only the end token ends a reply."""
     try:
-        # An earlier release ended it otherwise.
-        written = HUMAN_ASSISTANT_TEMPLATE.partition("{%- elif")[0] in (folder / "chat_template.jinja").read_text(
-            "utf-8"
-        )
+        begin = HUMAN_ASSISTANT_TEMPLATE.partition("{%- elif")[0]  # an earlier release wrote another end
+        written = begin in (folder / "chat_template.jinja").read_text(encoding="utf-8")
     except OSError:
         written = False
     return has_template(folder) and not written
