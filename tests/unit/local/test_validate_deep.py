@@ -84,7 +84,8 @@ def test_a_broken_reward_function_is_named_with_its_line(grpo: Path) -> None:
 
 
 def test_sequences_longer_than_the_model_takes_are_a_problem(grpo: Path) -> None:
-    done = dovetail("validate", grpo / "job.yaml", "--deep", "--set", "spec.generation.maxTokens=4000")
+    longer = ("--set", "spec.data.maxPromptTokens=512", "--set", "spec.generation.maxTokens=4000")
+    done = dovetail("validate", grpo / "job.yaml", "--deep", *longer)
     assert done.exit_code == 2
     assert (
         "is 4512, but the model takes 2048 tokens (max_position_embeddings of its config.json); lower it."
