@@ -56,7 +56,7 @@ class _Answers:
         self.full = False  # whether the last answer did not fit
 
     def put(self, question: str, answer: bytes) -> bool:
-        size = len(answer) + 5 * answer.count(b"<")  # as it is written into the page
+        size = _size(answer)
         self.full = size > self.room
         if self.full:
             return False
@@ -72,6 +72,11 @@ class _Answers:
             return self.put(question, self.run.answer(question, self.now, alive=False))
         except Exception:  # it is not kept, or a damaged file, which must not keep the rest back
             return False
+
+
+def _size(answer: bytes) -> int:
+    """The bytes of an answer in the page, where each `<` is written as six characters."""
+    return len(answer) + 5 * answer.count(b"<")
 
 
 def _ends(numbers: Sequence[int]) -> list[int]:
@@ -95,9 +100,9 @@ def _thinned(rows: Sequence[dict[str, Any]], room: int) -> tuple[list[dict[str, 
 def report_data(run: PageDocuments, most: int) -> bytes:
     """What the page asks for, with what is most looked at first: at most `most` bytes, or those of the overview."""
     asked, folder = _Answers(run, most), run.folder
-    about_all = run.answer("overview", asked.now, alive=False)
-    overview = json.loads(about_all)
-    asked.room -= len(about_all) + 5 * about_all.count(b"<")
+    answer = run.answer("overview", asked.now, alive=False)
+    overview = json.loads(answer)
+    asked.room -= _size(answer)
     rows, every = _thinned(folder.rows(), most // 2)
     asked.put("history/0", encode({"rows": rows, "next": len(rows), "more": False}))
     traces, samples, evaluations = (list(overview[name]) for name in _KEPT)
