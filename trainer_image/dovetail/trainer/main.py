@@ -21,7 +21,7 @@ from dovetail.protocol.eventlog import EventLog
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.debugger import wait_for_debugger
 from dovetail.protocol.process.env import ProcessEnv
-from dovetail.protocol.process.inheritance import use_expandable_segments
+from dovetail.protocol.process.inheritance import keep_freed_memory, use_expandable_segments
 from dovetail.trainer.rank.coordinator_client import (
     CoordinatorClient,
     CoordinatorUnreachable,
@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     log = EventLog("trainer")
     use_expandable_segments(os.environ)
+    keep_freed_memory(os.environ)
     try:
         env = ProcessEnv.read()
         log = EventLog(env.name)

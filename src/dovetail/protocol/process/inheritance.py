@@ -4,6 +4,7 @@ Pods have the environment of the manifest's `podTemplate` instead, where users s
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Mapping, MutableMapping
 from urllib.parse import urlsplit
@@ -62,3 +63,18 @@ def use_expandable_segments(environ: MutableMapping[str, str]) -> None:
     mode does not work with expandable segments."""
     if not any(name in environ for name in _ALLOCATOR):
         environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
+# glibc's names and numbers of mallopt(3), and the values below. 32 MiB is the largest threshold that glibc takes.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES, _MAPPED_BYTES = 512 * 2**20, 32 * 2**20
+
+
+def keep_freed_memory(environ: Mapping[str, str]) -> None:
+    """Let malloc keep what a training step frees for the next step, up to 512 MiB at the heap's end. glibc would give
+    it back to the kernel, and each step would wait for the kernel to clear the same pages again. A user's own settings
+    of malloc stay as they are. Other C libraries are left alone."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in environ):
+        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES)
