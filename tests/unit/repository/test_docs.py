@@ -72,6 +72,31 @@ def test_links_lead_somewhere(page):
     assert broken == [], "a link of the site must lead to something in docs/ that is there"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_text_is_indented_so_far_that_it_is_shown_as_code(page):
+    assert [text for language, text in code_blocks(page) if not language and re.search(r"\]\([^)\s]+\)", text)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_row_stands_outside_of_a_table(page):
+    tokens = MarkdownIt().enable("table").parse(page.read_text())
+    assert [token.content for token in tokens if token.type == "inline" and token.content.startswith("|")] == []
+
+
+def test_the_code_names_pages_and_sections_that_are_there():
+    missing, found = [], 0
+    for folder in ("src", "operator", "trainer_image", "rollout_image"):
+        for file in (ROOT / folder).rglob("*.py"):
+            text = re.sub(r"\s*\n\s*(# )?", " ", file.read_text())
+            for name, section in re.findall(r'docs/([\w/-]+\.md)(?:, \\?"([^"\\]+)\\?")?', text):
+                found += 1
+                page = ROOT / "docs" / name
+                if not page.is_file() or (section and f"# {section}\n" not in page.read_text()):
+                    missing.append((str(file.relative_to(ROOT)), name, section))
+    assert missing == []
+    assert found > 15
+
+
 # What people type into a search box: here, in issues and chats of trainers.
 SEARCHES = """csv; json list; parquet; alpaca; sharegpt; system prompt; chat template; thinking; gated model;
 HF_TOKEN; offline; validation split; vision; packing; llm judge; reward model own; custom loss; training loop; agent
