@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import html.parser
 import json
+import lzma
 import re
 import shlex
 import subprocess
@@ -518,3 +519,12 @@ def test_every_metric_of_prometheus_is_explained():
         make(registry)
         missing = [family.name for family in registry.collect() if f"`{family.name}" not in page]
         assert missing == []
+
+
+def test_every_metric_of_a_recorded_run_is_explained():
+    recorded = json.loads(lzma.decompress((ROOT / "src/dovetail/tools/run_page/demo.json.xz").read_bytes()))
+    rows = [json.loads(row) for run in recorded["runs"] for row in run["files"]["history.jsonl"].splitlines()]
+    names = {name.removesuffix("_ci95") for row in rows for name in row["metrics"] if row["stage"] != "evaluation"}
+    assert len(names) > 40
+    page = (ROOT / "docs/metrics.md").read_text()
+    assert [name for name in sorted(names) if f"`{name}`" not in page and f"`{name} " not in page] == []
