@@ -15,7 +15,7 @@ import pytest
 from dovetail.launch.liveness import Liveness, LivenessLimits
 from dovetail.launch.processes import ProcessSpec
 from dovetail.launch.spawn import ExecSpawner, Exited, ForkSpawner, Started
-from dovetail.launch.supervisor import Supervisor
+from dovetail.launch.supervisor import JobRestarts, Supervisor
 from dovetail.protocol.process.pulse import PULSE
 
 pytestmark = pytest.mark.slow
@@ -213,11 +213,11 @@ def test_kill_9_of_the_launcher_ends_all(folder):
 def test_a_process_that_dies_is_started_again(spawner, folder):
     told = []
     supervisor = Supervisor(
-        [(spec(folder, "coordinator", "dv_once", MARK=folder / "mark"), spawner)], 3, tell=told.append
+        [(spec(folder, "coordinator", "dv_once", MARK=folder / "mark"), spawner)], JobRestarts(3), tell=told.append
     )
     outcome = run_to_end(supervisor)
     assert outcome.succeeded
-    assert supervisor.restarts == 1
+    assert len(told) == 1
     assert "coordinator died (signal SIGKILL)" in told[0]
     log = (folder / "coordinator.log").read_text()
     assert log.count("state of") == 2
@@ -230,7 +230,7 @@ def test_what_is_stopped_for_good_is_replaced(spawner, folder, whose):
     told = []
     supervisor = Supervisor(
         [(spec(folder, "gen-0", "dv_family", PIDS=folder / "pids"), spawner)],
-        3,
+        JobRestarts(3),
         tell=told.append,
         liveness=Liveness(LivenessLimits(2.0, 600.0, 600.0, 600.0), lambda name: None),
     )
@@ -264,7 +264,7 @@ def test_restarts_are_counted_by_the_hour(folder):
     now = [0.0]
 
     made = Dying({}, folder / "spawner.log")
-    supervisor = Supervisor([(spec(folder, "gen-0", "dv_family"), made)], 3, clock=lambda: now[0])
+    supervisor = Supervisor([(spec(folder, "gen-0", "dv_family"), made)], JobRestarts(3), clock=lambda: now[0])
     supervisor.start()
     for _ in range(20):
         assert supervisor.step(0) is None
@@ -289,7 +289,7 @@ def test_only_what_may_finish_is_left_alone_for_a_while_after_exit_code_0(folder
             return [Exited("gen-0", 0)] if len(asked) == 1 and not now[0] else []
 
     process = replace(spec(folder, "gen-0", "dv_family"), finishes=finishes)
-    supervisor = Supervisor([(process, Ending({}, folder / "spawner.log"))], 3, clock=lambda: now[0])
+    supervisor = Supervisor([(process, Ending({}, folder / "spawner.log"))], JobRestarts(3), clock=lambda: now[0])
     supervisor.start()
     while len(asked) < 2:
         supervisor.step(0)
@@ -301,7 +301,7 @@ def test_the_delay_of_a_restart_has_a_limit_after_any_number_of_them(folder):
     now = [0.0]
 
     made = Dying({}, folder / "spawner.log")
-    supervisor = Supervisor([(spec(folder, "gen-0", "dv_family"), made)], 2000, clock=lambda: now[0])
+    supervisor = Supervisor([(spec(folder, "gen-0", "dv_family"), made)], JobRestarts(2000), clock=lambda: now[0])
     supervisor.start()
     for _ in range(1100):
         assert supervisor.step(0) is None
@@ -314,7 +314,7 @@ def test_giving_up_names_process_code_and_last_line(spawner, folder):
             (spec(folder, "coordinator", "dv_family", PIDS=folder / "pids"), spawner),
             (spec(folder, "trainer-0", "dv_bad"), spawner),
         ],
-        2,
+        JobRestarts(2),
     )
     outcome = run_to_end(supervisor)
     assert not outcome.succeeded
@@ -325,11 +325,12 @@ def test_giving_up_names_process_code_and_last_line(spawner, folder):
 
 
 def test_a_failed_coordinator_is_not_restarted(spawner, folder):
-    supervisor = Supervisor([(spec(folder, "coordinator", "dv_fail"), spawner)], 5)
+    told = []
+    supervisor = Supervisor([(spec(folder, "coordinator", "dv_fail"), spawner)], JobRestarts(5), tell=told.append)
     outcome = run_to_end(supervisor)
     assert not outcome.succeeded
     assert outcome.reason == "error: job is hopeless"
-    assert supervisor.restarts == 0
+    assert told == []
 
 
 def test_exit_code_2_is_not_restarted(spawner, folder):
@@ -339,7 +340,7 @@ def test_exit_code_2_is_not_restarted(spawner, folder):
                 (spec(folder, "coordinator", "dv_family", PIDS=folder / "pids"), spawner),
                 (spec(folder, "big-0", "dv_config"), spawner),
             ],
-            5,
+            JobRestarts(5),
         )
     )
     assert outcome.reason.startswith("big-0 cannot run (exit code 2); it said last: bad setting x")
@@ -351,6 +352,8 @@ def test_a_preload_that_fails_is_reported(folder):
 
     env = os.environ | {"PYTHONPATH": str(folder)}
     broken = Broken(env, folder / "spawner.log")
-    outcome = run_to_end(Supervisor([(spec(folder, "coordinator", "dv_once", MARK=folder / "m"), broken)], 1))
+    outcome = run_to_end(
+        Supervisor([(spec(folder, "coordinator", "dv_once", MARK=folder / "m"), broken)], JobRestarts(1))
+    )
     assert not outcome.succeeded
     assert "ModuleNotFoundError: No module named 'no_such_module'" in outcome.reason

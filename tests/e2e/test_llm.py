@@ -9,7 +9,6 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -47,23 +46,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pids() -> list[int]:
-    return []
-
-
-@pytest.fixture(scope="module")
-def llm(run_dir: Path, pids: list[int]) -> Iterator[LLM]:
-    def started(*arguments: Any) -> Any:
-        process = vllm_cli.started(*arguments)
-        pids.append(process.pid)
-        return process
-
+def llm(run_dir: Path) -> Iterator[LLM]:
     NURSERY.start()  # in this thread, because it ends with the one that started it
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(served_result, "_started", started)
+        patch.setattr(served_result, "ExecSpawner", vllm_cli.VLLMSpawner)
         with LLM(run_dir, servers=2) as made:
             yield made
-    left = [p for p in psutil.process_iter(["status"]) if group(p.pid) in pids]
+    left = [p for p in psutil.process_iter(["status"]) if group(p.pid) in vllm_cli.VLLMSpawner.begun]
     assert [p for p in left if p.info["status"] != psutil.STATUS_ZOMBIE] == []
 
 
@@ -163,7 +152,7 @@ def test_it_works_in_a_notebook_s_event_loop_and_tells_how_far_it_is(llm: LLM) -
     assert told == [(done, 9) for done in range(1, 10)]
 
 
-def test_a_server_that_is_killed_changes_no_token(llm: LLM, pids: list[int]) -> None:
+def test_a_server_that_is_killed_changes_no_token(llm: LLM) -> None:
     """Comes last: it leaves no server."""
     many = replace(DRAWN, n=40)
     expected = llm.generate(TEXTS, many)
@@ -171,12 +160,12 @@ def test_a_server_that_is_killed_changes_no_token(llm: LLM, pids: list[int]) -> 
 
     def kill(done: int, total: int) -> None:
         if not killed:
-            killed.append(pids[1])
-            os.killpg(pids[1], signal.SIGKILL)
+            killed.append(vllm_cli.VLLMSpawner.begun[1])
+            os.killpg(vllm_cli.VLLMSpawner.begun[1], signal.SIGKILL)
 
     assert tokens(llm.generate(TEXTS, many, on_progress=kill)) == tokens(expected)
     assert killed
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pids[0], signal.SIGKILL)
+        os.killpg(vllm_cli.VLLMSpawner.begun[0], signal.SIGKILL)
     with pytest.raises(RunError, match=r"no vLLM server works any more: .*generate-actor-0\.log"):
         llm.generate(TEXTS, many)

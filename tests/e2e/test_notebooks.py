@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("notebooks")
     with pytest.MonkeyPatch.context() as patch, forked_jobs():
         patch.chdir(path)
-        patch.setattr(served_result, "_started", vllm_cli.started)
+        patch.setattr(served_result, "ExecSpawner", vllm_cli.VLLMSpawner)
         yield Folder(path)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import BinaryIO
+from dataclasses import replace
+from typing import ClassVar
 
-from helpers.nursery import NURSERY, Adopted
+from dovetail.launch.processes import ProcessSpec
+from dovetail.launch.spawn import Event, Started
+from helpers.nursery import NurserySpawner
 
 
 def main(arguments: list[str]) -> int:
@@ -20,8 +21,17 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def started(command: Sequence[str], environment: Mapping[str, str], log: BinaryIO) -> Adopted:
-    """For tests in place of `dovetail.tools.serving.served_result._started`: the same command, forked from a process
-    that has the imports, and with its engine in one process."""
-    one = {**environment, "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return NURSERY.fork(Path(log.name), one, "helpers.vllm_cli", *command[3:])
+class VLLMSpawner(NurserySpawner):
+    """For tests in place of the ExecSpawner of `served_result`: the same command, forked from a process that has the
+    imports, and with its engine in one process."""
+
+    begun: ClassVar[list[int]] = []  # the ids of all processes
+
+    def spawn(self, spec: ProcessSpec) -> None:
+        env = {**spec.env, "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        super().spawn(replace(spec, module=__name__, arguments=[spec.module, *spec.arguments], env=env))
+
+    def poll(self) -> list[Event]:
+        events = super().poll()
+        self.begun.extend(event.pid for event in events if isinstance(event, Started))
+        return events

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from pathlib import Path
 
@@ -34,7 +33,7 @@ class PodOfRanks(TrainerRanks):
         processes = pod_processes(self.job, plan, group, 0, base, ["3", "5"], threads=1)
         self.pod = Pod(processes, self._environment, limits=LivenessLimits.of(60))
         self.code: int | None = None
-        self._thread = threading.Thread(target=lambda: setattr(self, "code", asyncio.run(self.pod.run())))
+        self._thread = threading.Thread(target=lambda: setattr(self, "code", self.pod.run()))
         self._thread.start()
         return self
 

@@ -78,29 +78,29 @@ class Pulses:
     def __init__(self) -> None:
         parent = temporary_folder()
         _remove_abandoned(parent)
-        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         # It is locked before it gets its name, so that no process sees a folder of ours that is not locked.
-        new = self._folder / f"{_LOCK}.new"
+        new = self.folder / f"{_LOCK}.new"
         self._lock = new.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(self._folder / _LOCK)
+        new.rename(self.folder / _LOCK)
 
     def path(self, name: str) -> Path:
         """Make the file of one process, and return its path."""
-        path = self._folder / name
+        path = self.folder / name
         path.touch()
         return path
 
     def mark(self, name: str) -> int | None:
         """A number that changes with every beat. None if there is no file."""
         try:
-            return os.stat(self._folder / name).st_mtime_ns
+            return os.stat(self.folder / name).st_mtime_ns
         except OSError:
             return None
 
     def close(self) -> None:
         """Remove the folder."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
 

@@ -1,8 +1,9 @@
-"""Makes the list of a job's processes on one machine from manifest and plan. Pure. The operator makes the list of pods
-in the same way."""
+"""Makes the list of a job's processes on one machine from manifest and plan. The operator makes the list of pods in the
+same way."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,17 +29,19 @@ VLLM_PORT = "VLLM_PORT"
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process: `python -m <module>` with exactly this environment. Its output is appended to `log`.
+    """One process: `python -m <module>` with exactly this environment. Its output is appended to `log` (a pod sets both
+    when it starts).
 
     `shares_imports`: it needs torch, so it may be forked from a process that has imported torch. `finishes`: it ends
-    with 0 when its work is done."""
+    with 0 when its work is done. `arguments`: of the command line; no process of a job has any."""
 
     name: str
     module: str
     env: dict[str, str] = field(repr=False)
-    log: Path
+    log: Path = Path(os.devnull)
     shares_imports: bool = True
     finishes: bool = False
+    arguments: Sequence[str] = ()
 
 
 def process_names(plan: Plan) -> list[str]:

@@ -98,8 +98,8 @@ class Spawner:
         self._asked.add(spec.name)
         if PULSE in spec.env:
             self._marks.add(f"{PULSE}={spec.env[PULSE]}")
-        request = {"op": "spawn", "name": spec.name, "module": spec.module, "env": spec.env, "log": str(spec.log)}
-        self._send(request)
+        command = {"module": spec.module, "arguments": list(spec.arguments), "env": spec.env, "log": str(spec.log)}
+        self._send({"op": "spawn", "name": spec.name, **command})
 
     def signal(self, name: str, sig: int) -> None:
         """Send a signal to a process, not to its descendants. Does nothing if it has ended."""

@@ -1,4 +1,5 @@
-"""Keeps a job's processes running: it starts them, restarts those that die, and decides when the job is over."""
+"""Keeps a job's processes running, on one machine and in a pod: it starts them, kills those that hang, and restarts
+those that die."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from dovetail.launch import logs
 from dovetail.launch.liveness import Liveness
@@ -28,11 +30,58 @@ WINDOW_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the job ended. `reason` is a sentence. It is empty on success."""
+    """How the processes ended. `reason` is a sentence. It is empty on success. `code`: a pod's exit code."""
 
     succeeded: bool
     reason: str = ""
     interrupted: bool = False
+    code: int = 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended at the time `at`, after so many `seconds`. `how`: its exit code or signal as text.
+    `last`: what it said last. `delay`: the seconds before its next start; they grow with each restart. `counts`: False
+    if it died with its spawner, and another process that did so was judged before."""
+
+    spec: ProcessSpec
+    code: int
+    how: str
+    last: str | None
+    at: float
+    seconds: float
+    delay: float
+    counts: bool
+
+
+class RestartRules(Protocol):
+    """What the end of a process means. `judge` returns the seconds after which it is started again, None if its work
+    is done, or the outcome if the others must end too."""
+
+    budget: RestartBudget
+
+    def judge(self, ended: Ended) -> Outcome | float | None: ...
+
+
+class LogFiles:
+    """Where the processes' output goes: for each of them into its log. `files` are those that `copy` must read."""
+
+    def __init__(self) -> None:
+        self._starts: dict[str, int] = {}
+
+    def began(self, spec: ProcessSpec) -> None:
+        """Say that the process is started now."""
+        self._starts[spec.name] = logs.size(spec.log)
+
+    def last(self, spec: ProcessSpec) -> str | None:
+        """What the process said last since it was started."""
+        return logs.last_line(spec.log, self._starts[spec.name])
+
+    def files(self) -> list[int]:
+        return []
+
+    def copy(self) -> None:
+        """Read what can be read without waiting."""
 
 
 @dataclass
@@ -41,7 +90,6 @@ class _Process:
     spawner: Spawner
     pid: int | None = None
     started_at: float = 0.0
-    log_start: int = 0
     failures: int = 0
     due: float | None = None
     killed_as: str | None = None
@@ -57,57 +105,74 @@ def how_it_ended(code: int) -> str:
 
 
 class RestartBudget:
-    """Allows `most` restarts within an hour. `clock` gives monotonic seconds."""
+    """Allows `most` restarts within an hour. Times are monotonic seconds."""
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.most, self._clock = most, clock
+    def __init__(self, most: int) -> None:
+        self.most = most
         self._taken: deque[float] = deque()
 
-    @property
-    def taken(self) -> int:
+    def taken(self, now: float) -> int:
         """The number of restarts within the last hour."""
-        while self._taken and self._taken[0] <= self._clock() - WINDOW_SECONDS:
+        while self._taken and self._taken[0] <= now - WINDOW_SECONDS:
             self._taken.popleft()
         return len(self._taken)
 
-    def take(self) -> bool:
+    def take(self, now: float) -> bool:
         """Count one more restart. False if it is not allowed."""
-        if self.taken >= self.most:
+        if self.taken(now) >= self.most:
             return False
-        self._taken.append(self._clock())
+        self._taken.append(now)
         return True
 
 
+class JobRestarts:
+    """A whole job on this machine. It succeeds when the process `coordinator` exits with 0. It fails when the
+    coordinator exits with 3, when any process exits with 2, or when all processes together would need more than
+    `max_restarts` restarts within an hour. `failure_reason` says why the coordinator gave up."""
+
+    def __init__(self, max_restarts: int, failure_reason: Callable[[], str | None] = lambda: None) -> None:
+        self.budget = RestartBudget(max_restarts)
+        self._failure_reason = failure_reason
+
+    def judge(self, ended: Ended) -> Outcome | float:
+        name, code, how, log = ended.spec.name, ended.code, ended.how, ended.spec.log
+        said = f"; it said last: {ended.last}" if ended.last else ""
+        if name == COORDINATOR and code == 0:
+            return Outcome(True)
+        if name == COORDINATOR and code == JOB_FAILED:
+            return Outcome(False, self._failure_reason() or ended.last or f"the coordinator failed; see {log}")
+        if code == BAD_CONFIGURATION:
+            return Outcome(False, f"{name} cannot run ({how}){said} (log: {log})")
+        if ended.counts and not self.budget.take(ended.at):
+            limit = f"failurePolicy.maxRestarts, {self.budget.most} within an hour, is reached"
+            return Outcome(False, f"{name} died ({how}) and {limit}{said} (log: {log})")
+        # A trainer that was told to stop ends some moments before the coordinator. It must not be restarted there.
+        return LONGEST_DELAY_SECONDS if code == 0 and ended.spec.finishes else ended.delay
+
+
 class Supervisor:
-    """Runs `processes`, each with its spawner. The job succeeds when the process `coordinator` exits with 0. It fails
-    when the coordinator exits with 3, when any process exits with 2, or when all processes together would need more
-    than `max_restarts` restarts within an hour. Processes that died with their spawner count as one. Processes and
-    spawners that hang, as `liveness` says, are killed and restarted. `tell` gets one-line events. Call all methods from
+    """Runs `processes`, each with its spawner, on one machine or in a pod. `rules` decide what happens when one ends.
+    Processes and spawners that hang, as `liveness` says, are killed. `tell` gets one-line events. Call all methods from
     one thread."""
 
     def __init__(
         self,
         processes: Iterable[tuple[ProcessSpec, Spawner]],
-        max_restarts: int,
+        rules: RestartRules,
         *,
-        failure_reason: Callable[[], str | None] = lambda: None,
         tell: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
         liveness: Liveness | None = None,
+        output: LogFiles | None = None,
     ) -> None:
         self._processes = {spec.name: _Process(spec, spawner) for spec, spawner in processes}
         self._spawners: Sequence[Spawner] = list(dict.fromkeys(p.spawner for p in self._processes.values()))
-        self._budget = RestartBudget(max_restarts, clock)
-        self._failure_reason = failure_reason
+        self._rules = rules
         self._tell = tell
         self._clock = clock
         self._liveness = liveness
+        self._output = output or LogFiles()
         self._zygotes: dict[Spawner, int | None] = {}
-
-    @property
-    def restarts(self) -> int:
-        """The number of restarts within the last hour."""
-        return self._budget.taken
 
     @property
     def pids(self) -> dict[str, int]:
@@ -166,15 +231,12 @@ class Supervisor:
         dues = [p.due for p in self._processes.values() if p.due is not None]
         timeout = max(0.0, min([seconds, *(due - now for due in dues)]))
         descriptors = [fd for s in self._spawners if (fd := s.fileno()) is not None]
-        with contextlib.suppress(InterruptedError):
-            select.select(descriptors, [], [], timeout)
-
-    def _count(self) -> str:
-        return f"{self.restarts} of {self._budget.most} restarts within an hour"
+        select.select([*descriptors, *self._output.files()], [], [], timeout)
+        self._output.copy()
 
     def _spawn(self, process: _Process) -> None:
         process.due = None
-        process.log_start = logs.size(process.spec.log)
+        self._output.began(process.spec)
         process.started_at = self._clock()
         process.spawner.spawn(process.spec)
 
@@ -207,33 +269,28 @@ class Supervisor:
         process.pid = None
         if self._liveness is not None:
             self._liveness.end(event.name)
-        name, how = event.name, how_it_ended(event.code)
+        how = how_it_ended(event.code)
         if process.killed_as is not None:
             how, process.killed_as = f"killed, as it hung: {process.killed_as}", None
-        last = logs.last_line(process.spec.log, process.log_start)
+        last = self._output.last(process.spec)
         if event.lost:
             hung = process.spawner.killed_as
-            how = f"its spawner killed, as it hung: {hung}" if hung else f"{how_it_ended(event.code)} of its spawner"
+            how = f"its spawner killed, as it hung: {hung}" if hung else f"{how} of its spawner"
             last = process.spawner.last_log_line()
-        said = f"; it said last: {last}" if last else ""
-        if name == COORDINATOR and event.code == 0:
-            return Outcome(True)
-        if name == COORDINATOR and event.code == JOB_FAILED:
-            return Outcome(False, self._failure_reason() or last or f"the coordinator failed; see {process.spec.log}")
-        if event.code == BAD_CONFIGURATION:
-            return Outcome(False, f"{name} cannot run ({how}){said} (log: {process.spec.log})")
-        if count and not self._budget.take():
-            limit = f"failurePolicy.maxRestarts, {self._budget.most} within an hour, is reached"
-            return Outcome(False, f"{name} died ({how}) and {limit}{said} (log: {process.spec.log})")
-        if self._clock() - process.started_at > HEALTHY_SECONDS:
+        now = self._clock()
+        seconds = now - process.started_at
+        if seconds > HEALTHY_SECONDS:
             process.failures = 0
         delay = min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2 ** min(process.failures, 10))
-        if event.code == 0 and process.spec.finishes:
-            # A trainer that was told to stop ends some moments before the coordinator. It must not be restarted there.
-            delay = LONGEST_DELAY_SECONDS
+        verdict = self._rules.judge(Ended(process.spec, event.code, how, last, now, seconds, delay, count))
+        if verdict is None or isinstance(verdict, Outcome):
+            return verdict
         process.failures += 1
-        process.due = self._clock() + delay
-        self._tell(f"{name} died ({how}); starting it again ({self._count()}){said}")
+        process.due = now + verdict
+        budget = self._rules.budget
+        counted = f"{budget.taken(now)} of {budget.most} restarts within an hour"
+        said = f"; it said last: {last}" if last else ""
+        self._tell(f"{event.name} died ({how}); starting it again ({counted}){said}")
         return None
 
 

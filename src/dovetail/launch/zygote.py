@@ -2,9 +2,9 @@
 
     python -m dovetail.launch.zygote FD PARENT_PID [PRELOAD]
 
-Without PRELOAD it starts its children as `python -m <module>`. With PRELOAD ("package.module:function") it calls this
-function once, and then forks children that run `<module>.main([])` and share the imports. Otherwise each
-process would need about 14 s of CPU to import torch and vLLM.
+Without PRELOAD it starts its children as `python -m <module> <arguments>`. With PRELOAD ("package.module:function") it
+calls this function once, and then forks children that run `<module>.main(arguments)` and share the imports. Otherwise
+each process would need about 14 s of CPU to import torch and vLLM.
 
 It speaks JSON lines on the inherited socket FD. Requests: spawn, signal. Events: ready, started, exit. When the
 launcher's end of the socket closes, for whatever reason, the zygote kills all its descendants and exits. It adopts
@@ -39,9 +39,9 @@ from dovetail.launch.proctree import (
 from dovetail.protocol.process.pulse import Pulse
 
 
-def _run_module(module: str) -> int:
+def _run_module(module: str, arguments: list[str]) -> int:
     try:
-        code = importlib.import_module(module).main([])
+        code = importlib.import_module(module).main(arguments)
     except SystemExit as stop:
         code = stop.code
         if isinstance(code, str):
@@ -77,14 +77,14 @@ def _child(request: dict[str, Any], zygote: int, fork: bool) -> NoReturn:
         os.close(log)
         module, env = request["module"], request["env"]
         if not fork:
-            os.execve(sys.executable, [sys.executable, "-P", "-m", module], env)
+            os.execve(sys.executable, [sys.executable, "-P", "-m", module, *request["arguments"]], env)
         set_name(request["name"])
         os.environ.clear()
         os.environ.update(env)
         sys.argv = [module]
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        code = _run_module(module)
+        code = _run_module(module, request["arguments"])
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -14,28 +14,28 @@ their samples have moved."""
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
 import signal
 import sys
-import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dovetail.launch.devices import cuda_devices
 from dovetail.launch.liveness import Liveness, LivenessLimits, Pulses
-from dovetail.launch.proctree import descendants, kill_until_gone, snapshot
-from dovetail.launch.supervisor import RestartBudget, cpu_threads, how_it_ended
+from dovetail.launch.processes import ProcessSpec
+from dovetail.launch.spawn import ExecSpawner
+from dovetail.launch.supervisor import Ended, LogFiles, Outcome, RestartBudget, Supervisor, cpu_threads
 from dovetail.manifest import fixed_names
 from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.protocol.http import direct
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process import env
-from dovetail.protocol.process.env import ProcessEnv, started_with
+from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.process.exit_codes import BAD_CONFIGURATION
 from dovetail.protocol.process.process_names import (
     SCORER_MODULE,
@@ -52,224 +52,162 @@ DRAIN_SECONDS, RETIRE_SECONDS = 15, 5.0
 # A server or scorer that worked this long was not broken from the start.
 STEADY_SECONDS = 60.0
 STOPPED = 128 + signal.SIGTERM
-# The time between two looks whether a process has ended.
-EXIT_SECONDS = 0.05
 TERMINATION_LOG = Path(fixed_names.TERMINATION_LOG)
 LONGEST_LINE = 2000
 
 
-@dataclass(frozen=True)
-class PodProcess:
-    """`python -m <module>`, with `env` added to the container's environment. `finishes`: it may end with 0 when its
-    work is done."""
-
-    name: str
-    module: str
-    env: dict[str, str] = field(repr=False)
-    finishes: bool = False
-
-
 def pod_processes(
     job: RLHFJob, plan: Plan, group: Group, index: int, base: ProcessEnv, devices: Sequence[str], threads: int
-) -> list[PodProcess]:
+) -> list[ProcessSpec]:
     """The processes of pod `index` of `group`. Raises ValueError if the plan has no ranks for the pod."""
-    found = []
+    specs = []
+
+    def add(module: str, mine: Sequence[str], **more: Any) -> None:
+        this = replace(base, group=group.name, **more)
+        variables = this.write() | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+        if mine:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+        specs.append(ProcessSpec(this.name, module, variables, finishes=module == TRAINER_MODULE))
+
     if Role.TRAINER in group.roles:
         width = max(1, group.gpu.per_pod)
         ranks = [t for t in plan.trainers if t.group == group.name][index * width : (index + 1) * width]
         if len(ranks) < width:
             raise ValueError(f"the plan has no trainer ranks for pod {index} of group {group.name}")
         for number, trainer in enumerate(ranks):
-            mine = devices[number : number + 1]
+            place = {"rank": trainer.rank, "world_size": plan.world_size}
             port = env.TRAINER_METRICS_PORT + number
-            variables = _variables(base, trainer.name, group.name, trainer.rank, plan.world_size, metrics_port=port)
-            found.append(PodProcess(trainer.name, TRAINER_MODULE, _with(variables, mine, threads), True))
+            add(TRAINER_MODULE, devices[number : number + 1], name=trainer.name, metrics_port=port, **place)
     if Role.ROLLOUT in group.roles:
         name = rollout_name(group.name, index)
-        server = _variables(base, name, group.name, port=env.SERVER_PORT)
-        scorer = _variables(base, scorer_name(name), group.name, port=env.SCORER_PORT)
-        found.append(PodProcess(name, SERVER_MODULE, _with(server, devices, threads)))
-        found.append(PodProcess(scorer_name(name), SCORER_MODULE, _with(scorer, devices, threads)))
-    return found
+        add(SERVER_MODULE, devices, name=name, port=env.SERVER_PORT)
+        add(SCORER_MODULE, devices, name=scorer_name(name), port=env.SCORER_PORT)
+    return specs
 
 
-def _variables(
-    base: ProcessEnv, name: str, group: str, rank: int = 0, world: int = 1, port: int = 0, metrics_port: int = 0
-) -> dict[str, str]:
-    return ProcessEnv(
-        job=base.job,
-        name=name,
-        run_dir=base.run_dir,
-        coordinator=base.coordinator,
-        token=base.token,
-        host=base.host,
-        port=port,
-        metrics_port=metrics_port,
-        group=group,
-        rank=rank,
-        world_size=world,
-        config_dir=base.config_dir,
-    ).write()
+class PodOutput(LogFiles):
+    """Copies the processes' output to our own, so that `kubectl logs` shows it. Each process writes into a named pipe
+    in `folder`. The last lines are kept."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._pipes: dict[str, int] = {}
+        self._last: dict[str, bytes] = {}
+
+    def pipe(self, name: str) -> Path:
+        """Make a pipe for the output of one process."""
+        path = self._folder / f"{name}.output"
+        os.mkfifo(path, 0o600)
+        # Open for writing too, so that it does not end with its process.
+        self._pipes[name] = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        return path
+
+    def began(self, spec: ProcessSpec) -> None:
+        self._last.pop(spec.name, None)
+
+    def last(self, spec: ProcessSpec) -> str | None:
+        self.copy()
+        lines = [line for line in self._last.get(spec.name, b"").split(b"\n") if line.strip()]
+        return message_of(lines[-1].decode(errors="replace").strip()) if lines else None
+
+    def files(self) -> list[int]:
+        return list(self._pipes.values())
+
+    def copy(self) -> None:
+        for name, pipe in self._pipes.items():
+            with contextlib.suppress(BlockingIOError):
+                while chunk := os.read(pipe, 1 << 16):
+                    sys.stdout.buffer.write(chunk)
+                    sys.stdout.buffer.flush()
+                    self._last[name] = (self._last.get(name, b"") + chunk)[-LONGEST_LINE:]
+
+    def close(self) -> None:
+        """Copy what is left, and close the pipes."""
+        self.copy()
+        for pipe in self._pipes.values():
+            os.close(pipe)
+        self._pipes.clear()
 
 
-def _with(variables: dict[str, str], devices: Sequence[str], threads: int) -> dict[str, str]:
-    more = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-    if devices:
-        more["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    return variables | more
+class PodRestarts:
+    """A pod succeeds when all processes that finish have exited with 0. It fails when any other process ends, unless
+    this one has lived for `steady` seconds and does not finish by itself. Then it is restarted, at most `restarts`
+    times within an hour."""
+
+    def __init__(self, processes: Sequence[ProcessSpec], restarts: int, steady: float) -> None:
+        self.budget = RestartBudget(restarts)
+        self._steady = steady
+        self._finishing = {process.name for process in processes if process.finishes}
+
+    def judge(self, ended: Ended) -> Outcome | float | None:
+        name, code = ended.spec.name, ended.code
+        if code == 0 and ended.spec.finishes:
+            self._finishing.discard(name)
+            return None if self._finishing else Outcome(True)
+        worked = not ended.spec.finishes and code != BAD_CONFIGURATION and ended.seconds >= self._steady
+        if worked and self.budget.take(ended.at):
+            return 0.0
+        reason = f"{name} ended ({ended.how})" + (f": {ended.last}" if ended.last else "")
+        return Outcome(False, reason, code=128 - code if code < 0 else code or 1)
 
 
 class Pod:
-    """Runs the processes side by side until all have finished, one has failed, or `stop` is called. `limits`: when a
-    process counts as hanging. `restarts`: the maximum number of restarts within an hour. A process is restarted only if
-    it has lived for `steady` seconds and does not finish by itself."""
+    """Runs the processes side by side until all have finished, one has failed, or `stop` is called. `environ`: the
+    container's environment. `limits`: when a process counts as hanging. `restarts`, `steady`: see PodRestarts."""
 
     def __init__(
         self,
-        processes: Sequence[PodProcess],
+        processes: Sequence[ProcessSpec],
         environ: Mapping[str, str],
         grace: float = GRACE_SECONDS,
         limits: LivenessLimits | None = None,
         restarts: int = 0,
         steady: float = STEADY_SECONDS,
     ) -> None:
-        self._processes = processes
-        self._restarts, self._steady = RestartBudget(restarts), steady
-        self._environ = dict(environ)
         self._grace = grace
-        self._stop = asyncio.Event()
-        self._running: dict[str, asyncio.subprocess.Process] = {}
-        self._last: dict[str, str] = {}
-        self._pulses = Pulses()
-        self._liveness = Liveness(limits, self._pulses.mark) if limits is not None else None
-        self._killed_as: dict[str, str] = {}
+        self._stopped = False
+        self._pulses = pulses = Pulses()
+        self.output = PodOutput(pulses.folder)
+
+        def environment(name: str, more: Mapping[str, str]) -> dict[str, str]:
+            return {**environ, **more, PULSE: str(pulses.path(name))}
+
+        spawner = ExecSpawner(environment("spawner", {}), self.output.pipe("spawner"))
+        specs = [replace(p, env=environment(p.name, p.env), log=self.output.pipe(p.name)) for p in processes]
+        self._supervisor = Supervisor(
+            [(spec, spawner) for spec in specs],
+            PodRestarts(processes, restarts, steady),
+            tell=_tell,
+            liveness=Liveness(limits, pulses.mark) if limits is not None else None,
+            output=self.output,
+        )
         self.message = ""
 
-    def stop(self) -> None:
+    def stop(self, *_: object) -> None:
         """End all processes. `run` then returns."""
-        self._stop.set()
+        self._stopped = True
 
-    async def run(self) -> int:
+    def run(self) -> int:
         """Run the processes. Returns the container's exit code: 0 if all finished, 143 if it was stopped, else the code
         of the first process that failed."""
-        stopping = asyncio.create_task(self._stop.wait())
-        watching = asyncio.create_task(self._end_hung())
-        tasks = {asyncio.create_task(self._kept(process)): process for process in self._processes}
-        waiting: set[asyncio.Task[int]] = set(tasks)
-        finishing = {task for task, process in tasks.items() if process.finishes}
-        code = 0
+        outcome = None
         try:
-            while not finishing or not finishing.isdisjoint(waiting):
-                done, _ = await asyncio.wait([*waiting, stopping], return_when=asyncio.FIRST_COMPLETED)
-                if stopping in done:
-                    code = STOPPED
-                    break
-                for task in done & waiting:
-                    waiting.remove(task)
-                    code = code or self._judge(tasks[task], task.result())
-                if code:
-                    break
+            self._supervisor.start()
+            while outcome is None and not self._stopped:
+                outcome = self._supervisor.step(0.2)
         finally:
-            stopping.cancel()
-            self._stop.set()  # nothing is started again
-            await self._end()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            watching.cancel()
+            self._supervisor.stop(self._grace)
+            self.output.close()
             self._pulses.close()
-        return code
+        if outcome is None:
+            return STOPPED
+        self.message = outcome.reason
+        return outcome.code
 
-    async def _end_hung(self) -> None:
-        while self._liveness is not None:
-            for name, why in self._liveness.look().items():
-                self._killed_as[name] = f"killed, as it hung: {why}"
-                started = self._running[name]
-                tree = descendants(started.pid, snapshot())
-                for pid in (started.pid, *tree):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-            await asyncio.sleep(self._liveness.period / 2)
 
-    def _judge(self, process: PodProcess, code: int) -> int:
-        """Return 0 for an expected end, else the exit code. `message` then has the reason."""
-        if code == 0 and process.finishes:
-            return 0
-        last = message_of(self._last.get(process.name, ""))
-        how = self._killed_as.get(process.name) or how_it_ended(code)
-        self.message = f"{process.name} ended ({how})" + (f": {last}" if last else "")
-        return 128 - code if code < 0 else code or 1
-
-    async def _kept(self, process: PodProcess) -> int:
-        """Run a process until it ends for good. Returns its exit code."""
-        while True:
-            began = time.monotonic()
-            code = await self._one(process)
-            if self._stop.is_set() or not self._may_restart(process, code, time.monotonic() - began):
-                return code
-            how = self._killed_as.pop(process.name, None) or how_it_ended(code)
-            last = message_of(self._last.get(process.name, ""))
-            text = f"{process.name} ended ({how}), and is started again" + (f": {last}" if last else "")
-            print(json.dumps({"event": "process.restarted", "process": process.name, "message": text}), flush=True)
-
-    def _may_restart(self, process: PodProcess, code: int, seconds: float) -> bool:
-        """Whether a process that has ended after so many seconds is restarted in this pod. Counts the restart."""
-        if process.finishes or code == BAD_CONFIGURATION or seconds < self._steady:
-            return False
-        return self._restarts.take()
-
-    async def _one(self, process: PodProcess) -> int:
-        pulse = str(self._pulses.path(process.name))
-        started = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-P", "-m", process.module),
-            env=self._environ | process.env | {PULSE: pulse},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self._running[process.name] = started
-        if self._liveness is not None:
-            self._liveness.begin(process.name, started.pid)
-        if self._stop.is_set():
-            started.terminate()
-        assert started.stdout is not None
-        copying = asyncio.create_task(self._copy(process.name, started.stdout))
-        # `wait` would also wait for the pipe, which a process that it started may hold open.
-        while (code := started.returncode) is None:  # noqa: ASYNC110
-            await asyncio.sleep(EXIT_SECONDS)
-        if self._liveness is not None:
-            self._liveness.end(process.name)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(started.pid, signal.SIGKILL)
-        # Processes that it started may have sessions of their own.
-        await asyncio.to_thread(kill_until_gone, lambda _: started_with([f"{PULSE}={pulse}"]))
-        await asyncio.wait({copying}, timeout=2.0)
-        copying.cancel()
-        return code
-
-    async def _copy(self, name: str, stream: asyncio.StreamReader) -> None:
-        """Copy a process's output to our own, so that `kubectl logs` shows it. The last line is kept."""
-        rest = b""
-        while chunk := await stream.read(1 << 16):
-            sys.stdout.buffer.write(chunk)
-            sys.stdout.buffer.flush()
-            lines = (rest + chunk).split(b"\n")
-            rest = lines[-1][-LONGEST_LINE:]
-            full = [line for line in [*lines[:-1], rest] if line.strip()]
-            if full:
-                self._last[name] = full[-1][-LONGEST_LINE:].decode(errors="replace").strip()
-
-    async def _end(self) -> None:
-        running = [p for p in self._running.values() if p.returncode is None]
-        for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-        if running:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.gather(*(p.wait() for p in running)), self._grace)
-        for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+def _tell(line: str) -> None:
+    print(json.dumps({"event": "process.restarted", "message": line}), flush=True)
 
 
 def message_of(line: str) -> str:
@@ -285,7 +223,7 @@ def message_of(line: str) -> str:
 class PodSettings:
     """What a pod runs. `restarts`: see `Pod`."""
 
-    processes: list[PodProcess]
+    processes: list[ProcessSpec]
     base: ProcessEnv
     limits: LivenessLimits
     restarts: int
@@ -310,7 +248,7 @@ def read_pod(environ: Mapping[str, str]) -> PodSettings:
     return PodSettings(processes, base, LivenessLimits.of(policy.peer_timeout_seconds), restarts)
 
 
-def drain(processes: Sequence[PodProcess], base: ProcessEnv) -> None:
+def drain(processes: Sequence[ProcessSpec], base: ProcessEnv) -> None:
     """Tell the coordinator to drain this pod's instances. Wait until no sample needs them. A KV cache is moved where
     that is cheaper than computing it again.
 
@@ -324,12 +262,11 @@ def drain(processes: Sequence[PodProcess], base: ProcessEnv) -> None:
                 return
 
 
-async def _run(settings: PodSettings, environ: Mapping[str, str]) -> tuple[int, str]:
+def _run(settings: PodSettings, environ: Mapping[str, str]) -> tuple[int, str]:
     pod = Pod(settings.processes, environ, limits=settings.limits, restarts=settings.restarts)
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, pod.stop)
-    return await pod.run(), pod.message
+        signal.signal(number, pod.stop)
+    return pod.run(), pod.message
 
 
 def main(argv: list[str] | None = None, log: Path = TERMINATION_LOG) -> int:
@@ -344,7 +281,7 @@ def main(argv: list[str] | None = None, log: Path = TERMINATION_LOG) -> int:
     if options.drain:
         drain(settings.processes, settings.base)
         return 0
-    code, message = asyncio.run(_run(settings, os.environ))
+    code, message = _run(settings, os.environ)
     if code == STOPPED and os.environ.get(env.SURPLUS) == "1":
         return 0  # the pod was drained, so its Job is done; the operator makes another one
     if message and log.exists():

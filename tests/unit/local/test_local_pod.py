@@ -1,6 +1,5 @@
 """A pod's processes: which they are, and how they end together."""
 
-import asyncio
 import http.server
 import json
 import os
@@ -22,7 +21,7 @@ from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.operator.render.config_map import in_pods
 from dovetail.planner.make_plan import make_plan
-from dovetail.pod.main import Pod, PodProcess, drain, main, pod_processes
+from dovetail.pod.main import Pod, drain, main, pod_processes
 from dovetail.protocol.process.env import ProcessEnv
 
 SECONDS = 240.0
@@ -84,7 +83,7 @@ def modules(tmp_path, monkeypatch):
 
     def write(name, code, *, finishes=False):
         (tmp_path / f"{name}.py").write_text(code)
-        return PodProcess(name, name, {}, finishes)
+        return ProcessSpec(name, name, {}, finishes=finishes)
 
     return write, environ
 
@@ -99,7 +98,7 @@ time.sleep(600)
 
 def run(processes, environ, **more):
     pod = Pod(processes, environ, **more)
-    return asyncio.run(asyncio.wait_for(pod.run(), SECONDS)), pod.message
+    return pod.run(), pod.message
 
 
 def test_the_first_failure_ends_the_pod_with_its_code_and_last_line(modules, capfd):
@@ -221,21 +220,21 @@ def test_a_trainer_is_never_started_again_in_its_pod(modules, tmp_path):
 
 
 @pytest.mark.slow
-def test_stop_ends_everything_and_kills_what_does_not_listen(modules):
+def test_stop_ends_everything_and_kills_what_does_not_listen(modules, capfd):
     write, environ = modules
     deaf = WAIT.replace("lambda *_: sys.exit(0)", "signal.SIG_IGN")
     pod = Pod([write("waits", WAIT), write("deaf", deaf)], environ, grace=1.0)
 
-    async def stopped():
-        running = asyncio.create_task(pod.run())
-        deadline = time.monotonic() + SECONDS
-        while pod._last != {"waits": "up", "deaf": "up"}:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.05)
-        pod.stop()
-        return await asyncio.wait_for(running, SECONDS)
-
-    assert asyncio.run(stopped()) == 128 + signal.SIGTERM
+    codes = []
+    running = threading.Thread(target=lambda: codes.append(pod.run()), daemon=True)
+    running.start()
+    deadline, said = time.monotonic() + SECONDS, ""
+    while (said := said + capfd.readouterr().out).count("up") < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    pod.stop()
+    running.join(SECONDS)
+    assert codes == [128 + signal.SIGTERM]
 
 
 @pytest.fixture
@@ -248,7 +247,7 @@ def hostile_folder(monkeypatch, tmp_path):
 
 
 def test_modules_in_the_current_folder_stand_for_no_others_in_pods(hostile_folder):
-    assert run([PodProcess("calendar", "calendar", {}, finishes=True)], os.environ) == (0, "")
+    assert run([ProcessSpec("calendar", "calendar", {}, finishes=True)], os.environ) == (0, "")
     assert not (hostile_folder / "it-ran").exists()
 
 
@@ -340,7 +339,7 @@ def test_an_empty_token_is_named_by_the_process_that_read_it(tmp_path, module):
 def test_a_drained_rollout_has_succeeded_if_it_may_come_and_go(monkeypatch, surplus, code):
     """Kueue would give back the quota of one that the JobSet made."""
 
-    async def stopped(*_):
+    def stopped(*_):
         return 143, ""
 
     monkeypatch.setattr("dovetail.pod.main.read_pod", lambda environ: None)

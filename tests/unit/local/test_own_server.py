@@ -35,7 +35,9 @@ from pathlib import Path
 from dovetail.tools.serving import served_result
 
 folder, server = Path(sys.argv[1]), sys.argv[2]
-served_result.serve_command = lambda _, given: [sys.executable, "-c", server, given[given.index("--port") + 1]]
+os.environ["PYTHONPATH"] = str(folder)
+(folder / "small_server.py").write_text(server)
+served_result.serve_command = lambda _, given: [*"python -P -m small_server".split(), given[given.index("--port") + 1]]
 with served_result.own_server(folder, "actor", False, folder / "log", lambda _: None):
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -70,16 +72,14 @@ def test_a_program_that_is_killed_leaves_no_server(tmp_path):
 @pytest.mark.timeout(120)
 def test_servers_that_still_start_are_not_waited_for_once_another_has_failed(tmp_path, monkeypatch):
     """They have a quarter of an hour."""
-    commands, processes = [["-c", "raise ValueError('no such argument')"], ["-c", "import time; time.sleep(900)"]], []
-
-    def started(_, environment, log):
-        command = [sys.executable, *commands.pop(0)]
-        processes.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
-        return processes[-1]
-
-    monkeypatch.setattr(served_result, "_started", started)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "fails.py").write_text("raise ValueError('no such argument')")
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(900)")
+    modules = ["fails", "sleeps"]
+    monkeypatch.setattr(served_result, "serve_command", lambda *_: ["python", "-P", "-m", modules.pop(0)])
     monkeypatch.setattr(llm, "cuda_devices", list)
     made = LLM(save_model_folder(tmp_path / "model"), servers=2, log_dir=tmp_path)
     with pytest.raises(RunError, match="ValueError: no such argument"):
         made.open()
-    assert [process.poll() is not None for process in processes] == [True, True]
+    commands = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    assert not any("-m sleeps" in command for command in commands)

@@ -25,7 +25,7 @@ from dovetail.launch.local.rundir import RunDir, write_text
 from dovetail.launch.ports import PortReservation
 from dovetail.launch.processes import HOST, ProcessSpec, port_names, render
 from dovetail.launch.spawn import ExecSpawner, ForkSpawner, Spawner
-from dovetail.launch.supervisor import Outcome, Supervisor, cpu_threads
+from dovetail.launch.supervisor import JobRestarts, Outcome, Supervisor, cpu_threads
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.files.durable import read_object
@@ -258,8 +258,7 @@ class Launcher:
         policy = self._job.spec.failure_policy
         self._supervisor = Supervisor(
             [(spec, shared if spec.shares_imports else direct) for spec in self.specs],
-            policy.max_restarts,
-            failure_reason=self._failure_reason,
+            JobRestarts(policy.max_restarts, self._failure_reason),
             tell=self._tell,
             liveness=Liveness(LivenessLimits.of(policy.peer_timeout_seconds), pulses.mark),
         )

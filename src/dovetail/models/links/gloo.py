@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hmac
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dovetail.models.compat import gloo_group
 from dovetail.models.links.deadline import Deadline, Handle, TransferError, first_line, in_time
-from dovetail.models.links.rendezvous import PROOF_BYTES, SignedStore
+from dovetail.models.links.rendezvous import SignedStore, find_stranger
 
 
 class GlooLink:
@@ -40,25 +40,21 @@ class GlooLink:
             raise
 
     def _prove(self, store: SignedStore, rank: int, others: list[int], deadline: Deadline) -> None:
-        def proof(sender: int, receiver: int) -> bytes:
-            return store.proof(f"gloo {sender} to {receiver}")
+        def send(proof: torch.Tensor, other: int) -> Callable[[], object]:
+            work = self._group.send([proof], other, 0)
+            return lambda: work.wait(deadline.left())
 
-        sent, shown = [], {other: torch.empty(PROOF_BYTES, dtype=torch.uint8) for other in others}
+        def receive(proof: torch.Tensor, other: int) -> None:
+            self._group.recv([proof], other, 0).wait(deadline.left())
+
         try:
-            for other in others:
-                mine = torch.frombuffer(bytearray(proof(rank, other)), dtype=torch.uint8)
-                sent.append((self._group.send([mine], other, 0), mine))
-            for other in others:
-                self._group.recv([shown[other]], other, 0).wait(deadline.left())
-            for work, _ in sent:
-                work.wait(deadline.left())
+            stranger = find_stranger(rank, others, lambda a, b: store.proof(f"gloo {a} to {b}"), send, receive)
         except RuntimeError as error:
             if isinstance(error, TransferError):
                 raise
             raise TransferError(f"the ranks met but could not connect: {first_line(error)}") from error
-        for other in others:
-            if not hmac.compare_digest(shown[other].numpy().tobytes(), proof(other, rank)):
-                raise TransferError(f"what connected as rank {other} does not belong to the transfer")
+        if stranger is not None:
+            raise TransferError(f"what connected as rank {stranger} does not belong to the transfer")
 
     def broadcast(self, buffer: torch.Tensor, deadline: Deadline) -> Handle:
         """See `Link`."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Literal, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from dovetail.models.links.deadline import Deadline, T, TransferError, first_line, in_time
@@ -22,6 +23,32 @@ ANSWER_SECONDS = 20.0
 
 
 PROOF_BYTES = 32
+
+
+def find_stranger(
+    rank: int,
+    others: Sequence[int],
+    proof: Callable[[int, int], bytes],
+    send: Callable[[torch.Tensor, int], Callable[[], object]],
+    receive: Callable[[torch.Tensor, int], object],
+) -> int | None:
+    """Prove to each of the ranks `others` that this one knows a secret, and check what they show. Returns the first
+    that showed something else, or None. Call it on all of them, because Gloo takes whoever connects first.
+
+    `proof(sender, receiver)` has PROOF_BYTES bytes and is for this pair only, so nobody can use it again. `send` starts
+    to send and returns what waits for its end; `receive` waits."""
+    sent = []
+    for other in others:
+        mine = torch.frombuffer(bytearray(proof(rank, other)), dtype=torch.uint8)
+        sent.append((send(mine, other), mine))
+    for other in others:
+        shown = torch.empty(PROOF_BYTES, dtype=torch.uint8)
+        receive(shown, other)
+        if not hmac.compare_digest(shown.numpy().tobytes(), proof(other, rank)):
+            return other
+    for finish, _ in sent:
+        finish()
+    return None
 
 
 class SignedStore(dist.Store):

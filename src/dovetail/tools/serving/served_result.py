@@ -11,14 +11,12 @@ import json
 import os
 import re
 import secrets
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.text import tokenizer as tokenizers
@@ -27,6 +25,9 @@ from dovetail.coordinator.reporting.model_card import LANGUAGE_MODELS
 from dovetail.launch.liveness import temporary_folder
 from dovetail.launch.logs import POINTER
 from dovetail.launch.ports import PortReservation
+from dovetail.launch.processes import ProcessSpec
+from dovetail.launch.spawn import ExecSpawner
+from dovetail.launch.supervisor import Ended, Outcome, RestartBudget, Supervisor
 from dovetail.manifest.checks.scratch import cpu_head_error
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.files.durable import read_object
@@ -43,8 +44,6 @@ _CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": 
 # vLLM's processes begin a line with this: "(Worker pid=7) ERROR 11-23 23:12:36 [core.py:1510] ".
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^]]*\] ?)?")
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
-# A program that kills a process group when its own input ends. That happens when the process that started it ends.
-_GUARD = "import os, signal, sys; sys.stdin.buffer.read(); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
 
 
 def model_folder(run_dir: Path, name: str, iteration: int | None = None) -> Path:
@@ -178,37 +177,40 @@ def own_server(
     port = ports.reserve(["vLLM"])["vLLM"]
     command = serve_command(folder, serve_arguments(folder, name, HOST, port, on_cpu, given))
     log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_bytes(b"")
     note(f"starting vLLM with {folder} (log: {log})")
-    with log.open("wb") as file:
-        # The server has a session of its own, so that Ctrl-C stops a reply and not the server.
-        process = _started(command, environment, file)
+    spec = ProcessSpec(name, command[3], environment, log, arguments=command[4:])
+    # The server has a session of its own, so that Ctrl-C stops a reply and not the server.
+    supervisor = Supervisor([(spec, ExecSpawner(environment, log))], NeverAgain())
     try:
-        url = f"http://{HOST}:{port}"
-        with _ended(process):
-            _wait(url, process, log, given_up)
-            yield url, key
+        supervisor.start()
+        _wait(f"http://{HOST}:{port}", supervisor, log, given_up)
+        yield f"http://{HOST}:{port}", key
     finally:
+        supervisor.stop(END_SECONDS)
         ports.close()
 
 
-def _started(command: Sequence[str], environment: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[Any]:
-    return subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-    )
+class NeverAgain:
+    """Nothing is started again."""
+
+    budget = RestartBudget(0)
+
+    def judge(self, ended: Ended) -> Outcome:
+        return Outcome(False)
 
 
-def _wait(url: str, process: subprocess.Popen[Any], log: Path, given_up: Callable[[], bool]) -> None:
+def _wait(url: str, supervisor: Supervisor, log: Path, given_up: Callable[[], bool]) -> None:
     end = time.monotonic() + START_SECONDS
     while True:
         if direct.ask(f"{url}/health", 5.0) is not None:
             return
-        if process.poll() is not None:
+        if supervisor.step(0.2) is not None:
             raise RunError(f"vLLM ended before it could serve: {last_error(log)} (log: {log})")
         if given_up():
             raise RunError("the start of vLLM was given up")
         if time.monotonic() > end:
             raise RunError(f"vLLM did not serve within {START_SECONDS:.0f} s (log: {log})")
-        time.sleep(0.2)
 
 
 def last_error(log: Path) -> str:
@@ -218,37 +220,3 @@ def last_error(log: Path) -> str:
     errors = [_PREFIX.sub("", line) for line in lines if "Error: " in line or "error: " in line]
     causes = [line for line in errors if not POINTER.search(line)]
     return (causes or errors or lines or ["it wrote nothing"])[-1][-400:]
-
-
-@contextlib.contextmanager
-def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """End the server when the block ends, and when this process ends. The kernel's signal at a parent's death would
-    come too early, because it is sent when the thread that started the server ends."""
-    guard = None
-    try:
-        command = [sys.executable, "-I", "-S", "-c", _GUARD, str(process.pid)]
-        guard = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        yield
-    finally:
-        _end(process)
-        if guard is not None:
-            guard.kill()  # kill it before its input closes, because the group's number may belong to another group now
-            guard.communicate()
-
-
-def _end(process: subprocess.Popen[Any]) -> None:
-    """End the server and the processes that it has started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS)
-            break
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
 from dovetail.models.links.nccl import board_of
+from dovetail.models.links.rendezvous import find_stranger
 from dovetail.models.transfer import store_at, store_on
 from dovetail.protocol.plan import Coordinates, Layout, chunks_of, coordinates, holds, loops, stage_path, stages_at
 from dovetail.trainer import compat
@@ -383,21 +384,21 @@ class Groups:
         if self.rank not in ranks:
             return
 
-        def proof(sender: int, receiver: int) -> torch.Tensor:
-            text = f"{self._made} {sender} {receiver}".encode()
-            return torch.frombuffer(bytearray(hmac.digest(self._key, text, "sha256")), dtype=torch.uint8)
+        def proof(sender: int, receiver: int) -> bytes:
+            return hmac.digest(self._key, f"{self._made} {sender} {receiver}".encode(), "sha256")
+
+        def send(proof: Tensor, other: int) -> Callable[[], object]:
+            work = dist.isend(proof, other, group=group)
+            assert work is not None
+            finish: Callable[[], object] = work.wait
+            return finish
 
         others = [rank for rank in ranks if rank != self.rank]
-        mine = [proof(self.rank, other) for other in others]
-        sent = [dist.isend(sent, other, group=group) for sent, other in zip(mine, others, strict=True)]
-        for other in others:
-            shown = torch.empty(32, dtype=torch.uint8)
-            dist.recv(shown, other, group=group)
-            if not hmac.compare_digest(shown.numpy().tobytes(), proof(other, self.rank).numpy().tobytes()):
-                raise PeerLost(f"what connected as trainer rank {other} is no rank of this job")
-        for work in sent:
-            assert work is not None
-            work.wait()
+        stranger = find_stranger(
+            self.rank, others, proof, send, lambda into, other: dist.recv(into, other, group=group)
+        )
+        if stranger is not None:
+            raise PeerLost(f"what connected as trainer rank {stranger} is no rank of this job")
 
     def _warm_up(self, models: Iterable[str]) -> None:
         """Use every group once as it will be used later, in the same order on all ranks.
