@@ -18,6 +18,7 @@ from dovetail.manifest.fixed_names import DataKind
 from dovetail.manifest.types import RLHFJobSpec, Stage
 
 R = TypeVar("R")
+Place = tuple[int, int]  # a source of a list, and a record of this source
 HELD_OUT_LIMIT = 4096  # a stage evaluates at most this many records, because more would take long
 
 
@@ -46,7 +47,11 @@ class StageData(Generic[R]):
     def batch(self, step: int, size: int) -> list[R]:
         """The records of a step, `size` of them. Steps count from 1. They depend only on the job's seed and the
         step."""
-        return [self._get(source, i) for source, i in self._blend.batch(step, size)]
+        return [self.parts[source].records[record] for source, record in self.places(step, size)]
+
+    def places(self, step: int, size: int) -> list[Place]:
+        """The places of the records of `batch`."""
+        return [(source, int(self.parts[source].train[i])) for source, i in self._blend.batch(step, size)]
 
     def steps_per_epoch(self, size: int) -> int:
         """The number of batches of `size` that hold every record once. The last batch is filled with records of the
@@ -54,21 +59,30 @@ class StageData(Generic[R]):
         return -(-len(self) // size)
 
     def held_out(self) -> list[R]:
-        """The held-out records for evaluation, about 4,096 at most, in proportion to the held-out parts of the
+        """The held-out records for evaluation."""
+        return [self.parts[source].records[record] for source, record in self.held_out_places()]
+
+    def held_out_places(self) -> list[Place]:
+        """The places of the records of `held_out`, about 4,096 at most, in proportion to the held-out parts of the
         sources."""
         total = sum(len(p.held_out) for p in self.parts)
         keep = min(1.0, HELD_OUT_LIMIT / max(total, 1))
-        return [p.records[int(i)] for p in self.parts for i in p.held_out[: max(1, int(len(p.held_out) * keep))]]
+        return [
+            (source, int(i))
+            for source, p in enumerate(self.parts)
+            for i in p.held_out[: max(1, int(len(p.held_out) * keep))]
+        ]
+
+    def training_places(self) -> Iterator[Place]:
+        """The place of each record to train on, once."""
+        for source, part in enumerate(self.parts):
+            for i in part.train:
+                yield source, int(i)
 
     def training_records(self) -> Iterator[R]:
         """Each record to train on, once."""
-        for part in self.parts:
-            for i in part.train:
-                yield part.records[int(i)]
-
-    def _get(self, source: int, position: int) -> R:
-        part = self.parts[source]
-        return part.records[int(part.train[position])]
+        for source, record in self.training_places():
+            yield self.parts[source].records[record]
 
 
 @dataclass(frozen=True)

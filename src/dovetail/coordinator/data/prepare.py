@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -14,25 +14,31 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.data.collection import Collection, StageData, collect, needed
+import numpy as np
+
+from dovetail.coordinator.data.collection import Collection, Place, StageData, collect, needed
 from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.data_files import content_digest
 from dovetail.coordinator.data.downloads.hub import Hub, read_json
 from dovetail.coordinator.data.downloads.model_folders import check_scores, check_weights, resolve, scratch_config
 from dovetail.coordinator.data.fingerprints import Fingerprint
 from dovetail.coordinator.data.plain_fields import plain_fields
-from dovetail.coordinator.data.records import Demonstration, Judged, Labelled, Preference, Prompt, equal_pairs
+from dovetail.coordinator.data.records import Prompt, equal_pairs
 from dovetail.coordinator.data.seeds import derived_seed
+from dovetail.coordinator.data.sources import Rows
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.coordinator.data.text.chat_template import chat_format
 from dovetail.coordinator.data.text.tokenize import (
     Encoded,
     Encoder,
+    Row,
     by_length,
     dpo_batch,
     labelled_batch,
     reward_batch,
     sft_batch,
 )
+from dovetail.coordinator.data.token_table import Tokenizing, TokenTable, token_table
 from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.fixed_names import MODEL_NAMES, DataKind
 from dovetail.manifest.model_families import MODEL_FAMILIES
@@ -74,6 +80,19 @@ def given_prompt(given: GivenPrompt) -> tuple[str, dict[str, Any]]:
     return text, plain_fields(others, f"prompt {text[:40]!r}")
 
 
+class Made(Sequence[Arrays]):
+    """Batches that are made when they are asked for, of the records at `groups`."""
+
+    def __init__(self, groups: list[list[Place]], make: Callable[[Sequence[Place]], Arrays]) -> None:
+        self._groups, self._make = groups, make
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._make(self._groups[index])
+
+
 class Prepared:
     """The batches of every stage, which depend only on the step, and the folders of the job's models.
 
@@ -97,6 +116,7 @@ class Prepared:
         self.tokenizer = tokenizer
         self.data = data
         self.encoder = Encoder(tokenizer, spec.data.max_prompt_tokens, spec.data.max_tokens)
+        self._tables: dict[DataKind, TokenTable] = {}
 
     @property
     def eos_token_id(self) -> int:
@@ -127,79 +147,137 @@ class Prepared:
         training = self.spec.supervised(stage)
         return training.steps or training.epochs * self.steps_per_epoch(stage)
 
+    def tokenise(self, note: Callable[[str], None] = lambda _: None) -> None:
+        """Make the token ids of all records that the job's steps and evaluations use, unless the run's folder has them.
+        `note` gets sentences about the progress. Raises DataError for a malformed record, and OSError."""
+        for kind in needed(self.spec):
+            if kind != "prompts":
+                self._tables[kind] = self._made(kind, note)
+
+    def _table(self, kind: DataKind) -> TokenTable:
+        if kind not in self._tables:
+            self.tokenise()
+        return self._tables[kind]
+
+    def _made(self, kind: DataKind, note: Callable[[str], None]) -> TokenTable:
+        data: StageData[Any] = _have(getattr(self.data, kind), kind)
+        spec, stages = self.spec, set(self.spec.stages)
+        used = [np.zeros(len(part.records), np.bool_) for part in data.parts]
+
+        def mark(places: Iterable[Place]) -> None:
+            for source, record in places:
+                used[source][record] = True
+
+        mark(data.held_out_places())
+        if kind == "demonstrations":
+            batches = [(self.total_steps(Stage.SFT), spec.sft.batch_size)] if Stage.SFT in stages else []
+            if Stage.PPO in stages and spec.ppo.ptx_coef > 0:
+                batches.append((spec.ppo.iterations, spec.ppo.global_batch_size))
+            if Stage.REWARD in stages:
+                mark(self._centring())
+        else:
+            batches = [(self.total_steps(s), spec.supervised(s).batch_size) for s in stages if s.has_pairs]
+            mark(data.places(1, min(len(data), EQUAL_LIMIT)))
+        for steps, size in batches:
+            # A single source has had all its records after an epoch.
+            for step in range(1, 1 + (steps if len(used) > 1 else min(steps, data.steps_per_epoch(size)))):
+                mark(data.places(step, size))
+        places = [np.flatnonzero(each) for each in used]
+        depends = [
+            spec.data.model_dump(mode="json"),
+            spec.seed,
+            {name: print_ for name, print_ in self.data.fingerprints.items() if f".{kind}[" in name},
+            [part.records.files for part in data.parts if isinstance(part.records, Rows)],
+            {p.name: content_digest(p) for p in sorted(self.tokenizer_dir.rglob("*")) if p.is_file()},
+        ]
+        path = self.tokenizer_dir.parent / "cache" / "tokens" / f"{kind}.bin"
+        by = Tokenizing(self.encoder, self.tokenizer_dir, _trusts(spec, "actor"))
+        return token_table(path, json.dumps(depends, sort_keys=True), data, places, by, note)
+
     def sft_batch(self, step: int) -> Arrays:
-        records = _have(self.data.demonstrations, "demonstrations").batch(step, self.spec.sft.batch_size)
-        return sft_batch([self.encoder.demonstration(r) for r in records], self.encoder.pad)
+        return self._sft_batch(_have(self.data.demonstrations, "demonstrations").places(step, self.spec.sft.batch_size))
 
     def reward_batch(self, step: int) -> Arrays:
-        records = _have(self.data.preferences, "preferences").batch(step, self.spec.reward.batch_size)
-        return reward_batch(_pairs([self.encoder.judged(record) for record in records]), self.encoder.pad)
+        places = _have(self.data.preferences, "preferences").places(step, self.spec.reward.batch_size)
+        return self._reward_batch(places)
 
     def dpo_batch(self, step: int) -> Arrays:
-        records = _have(self.data.preferences, "preferences").batch(step, self.spec.dpo.batch_size)
-        return self._dpo_batch([(record, self.encoder.judged(record)) for record in records])
+        return self._dpo_batch(_have(self.data.preferences, "preferences").places(step, self.spec.dpo.batch_size))
 
-    def sft_eval_batches(self) -> list[Arrays]:
+    def sft_eval_batches(self) -> Made:
         """The held-out demonstrations in batches of `sft.batchSize`, sorted by length. The last batch may be
         smaller."""
-        held = [self.encoder.demonstration(r) for r in _have(self.data.demonstrations, "demonstrations").held_out()]
-        groups = by_length([len(s.tokens) for s in held], self.spec.sft.batch_size)
-        return [sft_batch([held[i] for i in group], self.encoder.pad) for group in groups]
+        places = _have(self.data.demonstrations, "demonstrations").held_out_places()
+        return self._by_length("demonstrations", places, self.spec.sft.batch_size, self._sft_batch)
 
-    def scored_demonstrations(self) -> list[Arrays]:
+    def scored_demonstrations(self) -> Made:
         """The demonstrations that centre the reward model's scores, at most 512, in batches of `reward.batchSize`. They
-        are held out. If none are held out, they are the first ones to train on. The list is empty if the job reads no
+        are held out. If none are held out, they are the first ones to train on. There are none if the job reads no
         demonstrations."""
-        data = self.data.demonstrations
-        if data is None:
-            return []
-        records = data.held_out()[:CENTRING_LIMIT] or list(islice(data.training_records(), CENTRING_LIMIT))
-        encoded = [self.encoder.demonstration(record) for record in records]
-        groups = by_length([len(s.tokens) for s in encoded], self.spec.reward.batch_size)
-        return [sft_batch([encoded[i] for i in group], self.encoder.pad) for group in groups]
+        if self.data.demonstrations is None:
+            return Made([], self._sft_batch)
+        return self._by_length("demonstrations", self._centring(), self.spec.reward.batch_size, self._sft_batch)
 
-    def reward_eval_batches(self) -> list[Arrays]:
+    def _centring(self) -> list[Place]:
+        data = _have(self.data.demonstrations, "demonstrations")
+        return data.held_out_places()[:CENTRING_LIMIT] or list(islice(data.training_places(), CENTRING_LIMIT))
+
+    def reward_eval_batches(self) -> Made:
         """The held-out pairs in batches of `reward.batchSize`, sorted by length. The last batch may be smaller."""
-        batches = self._held_out_judged(self.spec.reward.batch_size)
-        return [reward_batch(_pairs([rows for _, rows in batch]), self.encoder.pad) for batch in batches]
+        places = _have(self.data.preferences, "preferences").held_out_places()
+        return self._by_length("preferences", places, self.spec.reward.batch_size, self._reward_batch)
 
-    def dpo_eval_batches(self) -> list[Arrays]:
+    def dpo_eval_batches(self) -> Made:
         """The held-out pairs, or labelled responses, in batches of `dpo.batchSize`, sorted by length. The last batch
         may be smaller."""
-        return [self._dpo_batch(batch) for batch in self._held_out_judged(self.spec.dpo.batch_size)]
+        places = _have(self.data.preferences, "preferences").held_out_places()
+        return self._by_length("preferences", places, self.spec.dpo.batch_size, self._dpo_batch)
 
-    def _held_out_judged(self, size: int) -> list[list[tuple[Judged, tuple[Encoded, ...]]]]:
-        records = _have(self.data.preferences, "preferences").held_out()
-        held = [(record, self.encoder.judged(record)) for record in records]
-        groups = by_length([sum(len(row.tokens) for row in rows) for _, rows in held], size)
-        return [[held[i] for i in group] for group in groups]
+    def _by_length(
+        self, kind: DataKind, places: list[Place], size: int, make: Callable[[Sequence[Place]], Arrays]
+    ) -> Made:
+        table = self._table(kind)
+        groups = by_length([sum(len(row.tokens) for row in table[place]) for place in places], size)
+        return Made([[places[i] for i in group] for group in groups], make)
 
-    def _dpo_batch(self, batch: Sequence[tuple[Judged, tuple[Encoded, ...]]]) -> Arrays:
-        longest, pad = self.encoder.max_tokens, self.encoder.pad
-        good = [record.good for record, _ in batch if isinstance(record, Labelled)]
-        if good:
-            return labelled_batch([rows[0] for _, rows in batch], good, pad, longest)
-        return dpo_batch(_pairs([rows for _, rows in batch]), pad, longest if self.spec.dpo.loss == "KTO" else None)
+    def _sft_batch(self, places: Sequence[Place], prefix: str = "") -> Arrays:
+        table = self._table("demonstrations")
+        return sft_batch([row for place in places for row in table[place]], self.encoder.pad, prefix)
+
+    def _pairs(self, places: Sequence[Place]) -> list[tuple[Encoded, Encoded]]:
+        """The pairs of a job whose preferences are pairs. `collect` has checked that they are."""
+        table = self._table("preferences")
+        return [(chosen, rejected) for chosen, rejected in (table[place] for place in places)]
+
+    def _reward_batch(self, places: Sequence[Place]) -> Arrays:
+        return reward_batch(self._pairs(places), self.encoder.pad)
+
+    def _dpo_batch(self, places: Sequence[Place]) -> Arrays:
+        longest, pad, table = self.encoder.max_tokens, self.encoder.pad, self._table("preferences")
+        if places and len(table[places[0]]) == 1:
+            rows, good = [table[place][0] for place in places], [table.good(place) for place in places]
+            return labelled_batch(rows, good, pad, longest)
+        return dpo_batch(self._pairs(places), pad, longest if self.spec.dpo.loss == "KTO" else None)
 
     def first_texts(self) -> Iterator[tuple[DataKind, str, str]]:
         """For each list of the job: the text of its first record as the model gets it, with all special tokens, up to
         what is learnt (or drawn), and what is learnt. Of a pair it is the chosen response."""
         for kind in needed(self.spec):
             (record,) = getattr(self.data, kind).batch(1, 1)
+            ids: Row
             if isinstance(record, Prompt):
                 ids, given = self.encoder.prompt(record.prompt), None
             else:
-                whole = isinstance(record, Demonstration)
-                encoded = self.encoder.demonstration(record) if whole else self.encoder.judged(record)[0]
+                encoded = self.encoder.sequences(record)[0]
                 ids, given = encoded.tokens, encoded.prompt_length
             yield kind, self.tokenizer.decode(ids[:given]), "" if given is None else self.tokenizer.decode(ids[given:])
 
     def equal_pairs(self) -> str:
         """A warning if some of the first 1,024 pairs have equal replies, because nothing is learnt from these. "" if
         there are none."""
-        preferences = _have(self.data.preferences, "preferences")
-        first = preferences.batch(1, min(len(preferences), EQUAL_LIMIT))
-        equal = sum(isinstance(record, Preference) and self.encoder.equal(record) for record in first)
+        preferences, table = _have(self.data.preferences, "preferences"), self._table("preferences")
+        first = [table[place] for place in preferences.places(1, min(len(preferences), EQUAL_LIMIT))]
+        equal = sum(len(rows) == 2 and np.array_equal(rows[0].tokens, rows[1].tokens) for rows in first)
         return equal_pairs(equal, f"the first {len(first):,} pairs") if equal else ""
 
     def prompts(self, iteration: int) -> list[PromptRecord]:
@@ -246,8 +324,7 @@ class Prepared:
         """The arrays `ptx_tokens` (N,T) int32, `ptx_lengths` (N,) int32 and `ptx_loss_mask` (N,T) uint8. N is the
         number of samples in the iteration."""
         demonstrations = _have(self.data.demonstrations, "demonstrations")
-        records = demonstrations.batch(iteration, self.spec.ppo.global_batch_size)
-        return sft_batch([self.encoder.demonstration(r) for r in records], self.encoder.pad, "ptx_")
+        return self._sft_batch(demonstrations.places(iteration, self.spec.ppo.global_batch_size), "ptx_")
 
     @property
     def _prompts_per_iteration(self) -> int:
@@ -478,11 +555,6 @@ def _once(folder: Path, make: Callable[[Path], object]) -> None:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _pairs(encoded: Sequence[tuple[Encoded, ...]]) -> list[tuple[Encoded, Encoded]]:
-    """The pairs of a job whose preferences are pairs. `collect` has checked that they are."""
-    return [(chosen, rejected) for chosen, rejected in encoded]
 
 
 def _have(data: StageData[Any] | None, name: str) -> StageData[Any]:

@@ -41,6 +41,13 @@ class Rows:
     def __len__(self) -> int:
         return len(self.table)
 
+    @property
+    def files(self) -> list[tuple[str, int]]:
+        """Name and size in bytes of each Arrow file of the table. A name contains a hash of what the file is made
+        from."""
+        paths = [Path(file["filename"]) for file in self.table.cache_files]
+        return [(path.name, path.stat().st_size) for path in paths]
+
     def __getitem__(self, index: int) -> Record:
         return convert(self.row(self.table[index]), self.format, self.kind, self.chat, self.where(index), self.template)
 

@@ -197,6 +197,7 @@ class Engines:
         records.store.put("data/sources", {**known, **prepared.data.fingerprints})
         for kind, given, learnt in prepared.first_texts():
             records.log("data.first_record", kind=kind, given=given[-SHOWN:], learnt=learnt[:SHOWN])
+        await asyncio.to_thread(prepared.tokenise, self._note)
         self._batches = Batches(prepared, records.batches, records.store)
         folders = ModelFolders(settings.run_dir, prepared.sources, records.store)
         await folders.check_all()

@@ -146,7 +146,6 @@ class SupervisedStages:
         demonstrations = [f"demonstrations/{i}" for i in range(len(self._batches.demonstrations()))]
         stage = self._stage(Stage.REWARD, self._sources.reward())
         await self._run(replace(stage, centred=True, demonstrations=demonstrations))
-        self._batches.forget_demonstrations()
         after = self._records.store.get("reward/after")
         if after:
             self._records.results.fact("reward_model.accuracy", after["accuracy"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 from dovetail.coordinator.data.prepare import Prepared
 from dovetail.coordinator.store.experience_files import ExperienceFiles
@@ -11,6 +12,8 @@ from dovetail.coordinator.store.reference_logprobs import ReferenceLogprobs
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Stage
 from dovetail.protocol.wire import Arrays, pack
+
+KEPT = 4  # packed batches: those of a step, of the next one, and of an evaluation
 
 
 class NotPrepared(RuntimeError):
@@ -26,23 +29,34 @@ class Batches:
         """`prepared` is None while the data is being prepared."""
         self._prepared, self._files, self._store = prepared, files, store
         self.references = ReferenceLogprobs(store)
-        self._held_out: dict[Stage, list[Arrays]] = {}
-        self._demonstrations: list[Arrays] | None = None
+        self._held_out: dict[str, Sequence[Arrays]] = {}
+        self._packed: OrderedDict[str, asyncio.Task[bytes]] = OrderedDict()
 
     async def fetch(self, key: str) -> bytes:
-        """The same as `read`, but large files are read in a thread. Raises the errors of `read`."""
-        stage, _, number = key.partition("/")
-        if stage != "ppo" or not number.isdecimal():
-            return self.read(key)
-        return await asyncio.to_thread(self.read, key)
+        """The same as `read`, in a thread. All ranks ask for the same batch at about the same time, so it is packed
+        once. Raises the errors of `read`."""
+        stage, _, _ = key.partition("/")
+        if stage == Stage.PPO:
+            return await asyncio.to_thread(self.read, key)
+        # A batch of DPO is asked for again when its reference is known.
+        name = f"{key} {len(self.references)}" if stage.startswith(Stage.DPO) else key
+        if name not in self._packed:
+            self._packed[name] = asyncio.create_task(asyncio.to_thread(self.read, key))
+            while len(self._packed) > KEPT:
+                self._packed.popitem(last=False)
+        try:
+            return await asyncio.shield(self._packed[name])
+        except (LookupError, NotPrepared, ValueError):
+            self._packed.pop(name, None)
+            raise
 
     def read(self, key: str) -> bytes:
         """The packed arrays of a batch. Raises LookupError for an unknown key, ValueError for a damaged batch, and
-        NotPrepared while the data is being prepared. For batches of PPO it may be called in any thread."""
+        NotPrepared while the data is being prepared. It may be called in any thread."""
         stage, _, number = key.partition("/")
         if not (number.isascii() and number.isdigit() and len(number) < 10):
             raise KeyError("a batch's name must be a stage and a number, as sft/1")
-        if stage == "ppo":
+        if stage == Stage.PPO:
             return self._files.read(int(number), self._store.get(f"ppo/{int(number)}/batch"))
         arrays = self.arrays(key)
         return pack(self.references.added(arrays) if stage.startswith(Stage.DPO) else arrays)
@@ -65,16 +79,16 @@ class Batches:
             raise KeyError(key)
         return makers[stage](int(number))
 
-    def held_out(self, stage: Stage) -> list[Arrays]:
-        """The batches on which the stage is evaluated. Those of one stage are kept in memory."""
+    def held_out(self, stage: Stage) -> Sequence[Arrays]:
+        """The batches on which the stage is evaluated."""
+        assert self._prepared is not None
+        makers = {
+            Stage.SFT: self._prepared.sft_eval_batches,
+            Stage.REWARD: self._prepared.reward_eval_batches,
+            Stage.DPO: self._prepared.dpo_eval_batches,
+        }
         if stage not in self._held_out:
-            assert self._prepared is not None
-            makers = {
-                Stage.SFT: self._prepared.sft_eval_batches,
-                Stage.REWARD: self._prepared.reward_eval_batches,
-                Stage.DPO: self._prepared.dpo_eval_batches,
-            }
-            self._held_out = {stage: makers[stage]()}
+            self._held_out[stage] = makers[stage]()
         return self._held_out[stage]
 
     def equal_pairs(self) -> str:
@@ -82,13 +96,9 @@ class Batches:
         assert self._prepared is not None
         return self._prepared.equal_pairs()
 
-    def demonstrations(self) -> list[Arrays]:
-        """The batches by which a new reward model is centred. They are kept in memory until `forget_demonstrations`."""
-        if self._demonstrations is None:
-            assert self._prepared is not None
-            self._demonstrations = self._prepared.scored_demonstrations()
-        return self._demonstrations
-
-    def forget_demonstrations(self) -> None:
-        """Drop the demonstrations from memory. Call it when the reward model is trained."""
-        self._demonstrations = None
+    def demonstrations(self) -> Sequence[Arrays]:
+        """The batches by which a new reward model is centred."""
+        assert self._prepared is not None
+        if "demonstrations" not in self._held_out:
+            self._held_out["demonstrations"] = self._prepared.scored_demonstrations()
+        return self._held_out["demonstrations"]

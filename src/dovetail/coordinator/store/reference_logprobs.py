@@ -30,6 +30,10 @@ class ReferenceLogprobs:
         self._records = records
         self._found: dict[str, float] | None = None
 
+    def __len__(self) -> int:
+        """The number of known log-probabilities."""
+        return len(self._known)
+
     def has(self, arrays: Arrays) -> bool:
         """Whether all responses of a batch are known."""
         return all(row in self._known for prefix in PREFIXES for row in _rows(arrays, prefix))

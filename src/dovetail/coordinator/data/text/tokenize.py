@@ -15,6 +15,7 @@ from dovetail.coordinator.data.records import Demonstration, Judged, Labelled, P
 from dovetail.protocol.wire import Arrays
 
 Tokens = list[int]
+Row = Sequence[int] | NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Encoded:
     """One sequence of token ids. The first `prompt_length` tokens are context. The later ranges (start, end) in `given`
     are context, too. The other tokens are learnt."""
 
-    tokens: Tokens
+    tokens: Row
     prompt_length: int
     given: tuple[tuple[int, int], ...] = ()
 
@@ -128,12 +129,11 @@ class Encoder:
         chosen, rejected = self.preference(record)
         return chosen.tokens == rejected.tokens
 
-    def judged(self, record: Judged) -> tuple[Encoded, ...]:
-        """The sequences of a record. These are the chosen and the rejected one, or the one with a label."""
+    def sequences(self, record: Demonstration | Judged) -> tuple[Encoded, ...]:
+        """The sequences of a record. These are the chosen and the rejected one of a pair, or the only one."""
+        if isinstance(record, Demonstration):
+            return (self.demonstration(record),)
         return (self.labelled(record),) if isinstance(record, Labelled) else self.preference(record)
-
-
-Row = Sequence[int] | NDArray[np.int32]
 
 
 def right_pad(rows: Sequence[Row], pad: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -189,7 +189,10 @@ def labelled_batch(rows: Sequence[Encoded], good: Sequence[bool], pad: int, mism
 def _mismatched(rows: Sequence[Encoded], pad: int, limit: int) -> Arrays:
     """The arrays of each row's prompt with the response of the next row, in at most `limit` tokens."""
     others = [
-        Encoded((row.tokens[: row.prompt_length] + other.tokens[other.prompt_length :])[:limit], row.prompt_length)
+        Encoded(
+            np.concatenate([row.tokens[: row.prompt_length], other.tokens[other.prompt_length :]])[:limit],
+            row.prompt_length,
+        )
         for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)
     ]
     return sft_batch(others, pad, "kl_")
