@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from helpers import forked_workers
+
 # An example's wall-clock time says more about the machine's load than about the code.
 settings.register_profile("dovetail", deadline=None)
 settings.load_profile("dovetail")
@@ -119,14 +121,25 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write("".join(f"{seconds:6.1f} {name}\n" for seconds, name in long))
 
 
-def pytest_collection_finish() -> None:
-    """Each worker imports all test files, so none may import vLLM, which takes five seconds.
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Test files import neither vLLM, which takes five seconds that most runs don't need, nor pyarrow, whose threads
+    would keep the workers from being forked.
 
     A million objects of imported modules live as long as the tests. Else each `gc.collect()` would visit them."""
-    if "vllm" in sys.modules:
-        raise pytest.UsageError("a test file imports vLLM when it is imported; let it use helpers.lazy")
+    if named := sorted({"vllm", "pyarrow"} & sys.modules.keys()):
+        raise pytest.UsageError(f"a test file imports {named[0]} when it is imported; let it use helpers.lazy")
+    names = {item.nodeid for item in session.items}
+    if named := sorted(names ^ (forked_workers.COLLECTED or names)):
+        raise pytest.UsageError(f"{named[0]} is found once only; give parametrize a list, not an iterator")
+    forked_workers.COLLECTED |= names
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    if sys.platform == "linux":
+        forked_workers.begin(config, specs)
 
 
 @pytest.hookimpl(optionalhook=True)

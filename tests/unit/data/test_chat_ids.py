@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import re
@@ -335,12 +336,12 @@ def test_calls_are_given_as_the_template_wants_them(arguments: Any, flat: bool) 
     given = [ASKED[3], say("assistant", "", tool_calls=[call]), *messages[2:]]
     given[1]["content"] = None
     given[1]["tool_calls"] = [{**CALL, "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}]
-    assert whole.text == with_template(TOKENS, DEEPSEEK, "</s>").apply_chat_template(given, tokenize=False)
+    assert whole.text == with_template(byte_tokens(), DEEPSEEK, "</s>").apply_chat_template(given, tokenize=False)
     assert responses(whole) == ['function:weather\n```json\n{"city": "Zürich"}\n```</s>', "It is 5.</s>"]
 
 
 def test_a_template_that_takes_only_parts_gets_them() -> None:
-    tokenizer = with_template(TOKENS, PARTS, "</s>")
+    tokenizer = with_template(byte_tokens(), PARTS, "</s>")
     messages = [say("system", "Be kind."), ASKED[0], ANSWERS[0], ASKED[1], ANSWERS[1]]
     given = [say(m["role"], m["content"]) | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
     whole = read(messages, PARTS)
@@ -351,12 +352,15 @@ def test_a_template_that_takes_only_parts_gets_them() -> None:
 
 
 def read(messages: Messages, template: str, end: str = "</s>", kind: DataKind = "demonstrations", **fields: Any) -> Any:
-    chat = chat_format(with_template(TOKENS, template, end))
+    chat = chat_format(with_template(byte_tokens(), template, end))
     row = {"messages": messages, **fields}
     return convert(row, detect(row, "f:1"), kind, chat, "f:1")
 
 
-TOKENS = built("bytes", adds=False)
+@functools.cache
+def byte_tokens() -> Tokenizer:
+    """Threads train it: not when the file is imported, or the workers could not be forked."""
+    return built("bytes", adds=False)
 
 
 def responses(record: Any) -> list[str]:
@@ -399,7 +403,7 @@ def test_a_thought_is_opened_once() -> None:
     ):
         read([ASKED[0], field], *SHAPES["Zephyr"])
     pair = {"chosen": [ASKED[0], thought], "rejected": [ASKED[0], say("assistant", "<think>\n</think>\n\n6")]}
-    chat = chat_format(with_template(TOKENS, *SHAPES["DeepSeek R1"]))
+    chat = chat_format(with_template(byte_tokens(), *SHAPES["DeepSeek R1"]))
     found: Any = convert(pair, "ChosenRejected", "preferences", chat, "f:1")
     assert (found.prompt[-8:], found.chosen, found.rejected) == (
         "<think>\n",
@@ -430,7 +434,7 @@ def test_what_a_template_leaves_out_is_refused(kind: DataKind) -> None:
 
 def test_the_ends_of_the_model_end_a_turn() -> None:
     """Gemma's end token is not that of its turns, which its generation_config.json names."""
-    tokenizer = with_template(TOKENS, GEMMA, "</s>")
+    tokenizer = with_template(byte_tokens(), GEMMA, "</s>")
     assert responses(
         convert({"messages": ASKED[:1] + ANSWERS[:1]}, "Messages", "demonstrations", Template(tokenizer), "f")
     ) == ["It is 5.<end_of_turn>\n</s>"]

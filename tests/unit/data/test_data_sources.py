@@ -10,9 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import convert, detect
@@ -22,6 +20,9 @@ from dovetail.coordinator.data.sources import load
 from dovetail.coordinator.data.text.chat_template import HumanAssistant, Template
 from dovetail.manifest.fixed_names import DataKind
 from dovetail.manifest.types import DataSource
+from helpers.lazy import Lazy
+
+pyarrow, parquet = Lazy("pyarrow"), Lazy("pyarrow.parquet")
 
 HH_NAME = "hh-rlhf-harmless-base-test.jsonl.gz"
 SHARED = Path(os.environ.get("DOVETAIL_TEST_DATA", Path(__file__).parents[4] / "shared" / "data"))

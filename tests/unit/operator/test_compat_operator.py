@@ -16,7 +16,7 @@ def parts():
     yield "kubernetes: LeaseLock.lease_reference", "self.lease_reference =" in inspect.getsource(compat.LeaseLock.get)
 
 
-@pytest.mark.parametrize(("part", "there"), parts(), ids=[part for part, _ in parts()])
+@pytest.mark.parametrize(("part", "there"), [pytest.param(*each, id=each[0]) for each in parts()])
 def test_a_private_part_is_where_it_was(part, there):
     package = part.partition(":")[0]
     assert there, f"{part} has moved in {package} {version(package)}; see compat.py"
