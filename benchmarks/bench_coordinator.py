@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable
@@ -26,6 +27,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
 from interstage.emulated import most_files, serve
@@ -47,6 +50,7 @@ from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.fusion.profile import StageProfile
 from dovetail.manifest.types import Generation, SampleLog, Stage
 from dovetail.protocol.messages import Register
+from helpers.coordinated import NoWeights, drawn_with, job_of
 
 MAX_TOKENS = 2048
 PROMPT_TOKENS = 128
@@ -121,12 +125,14 @@ async def coordinate(
     lags: list[float] = []
     turns: list[float] = []
     before = resident()
-    async with Generator(store, fleet, generation, "token", lambda event, **fields: None, settings) as generator:
+    job = job_of(store, spec=drawn_with(generation))
+    async with Generator(job, fleet, NoWeights(), "token", settings=settings) as generator:
         others = [asyncio.create_task(watch_lag(lags)), asyncio.create_task(keep_reporting(fleet, ports))]
         watch_turns(turns)
         cpu = time.process_time()
         async with asyncio.timeout(DEADLINE):
-            result = await generator.generate(1)
+            with generator.open(1, 1) as turn:
+                result = await generator.generate(turn)
         cpu = time.process_time() - cpu
         for task in others:
             task.cancel()

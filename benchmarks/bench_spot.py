@@ -34,11 +34,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 from bench_interstage import MAX_TOKENS, PROMPT, device
 from interstage.stage import alike, lengths_of
 from spot.fleet import Servers, servers, token_at
 from spot.trace import Life, drawn, recorded
 
+from dovetail.coordinator.samples.drawing import DrawingFollower
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.store.samples import State
 from dovetail.coordinator.store.store import Store
@@ -46,6 +49,7 @@ from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.fusion.profile import StageProfile
 from dovetail.manifest.types import Generation
 from dovetail.protocol.messages import Register
+from helpers.coordinated import NoWeights, drawn_with, job_of
 
 VERSION = 1
 WAIT = 600.0
@@ -84,7 +88,7 @@ class Settings:
     slots: int
 
 
-class Spot:
+class Spot(DrawingFollower):
     """One generation while instances come and go."""
 
     def __init__(self, settings: Settings, there: Servers, folder: Path) -> None:
@@ -99,7 +103,8 @@ class Spot:
         self._fleet = Fleet(time.monotonic, lambda event, **fields: None, timeouts)
         self._fleet.publish(VERSION)
         generation = Generation.model_validate({"maxTokens": MAX_TOKENS, "maxConcurrent": settings.profile.max_samples})
-        self._generator = Generator(self._store, self._fleet, generation, "token", lambda event, **fields: None)
+        job = job_of(self._store, spec=drawn_with(generation), start_seconds=600.0)
+        self._generator = Generator(job, self._fleet, NoWeights(), "token")
 
     async def play(self, lives: Sequence[Life]) -> Run:
         """Raises RuntimeError unless every sample ends whole."""
@@ -107,7 +112,8 @@ class Spot:
         acting = [asyncio.create_task(self._live(number, life, began)) for number, life in enumerate(lives)]
         try:
             async with self._generator:
-                await self._generator.generate(1, progress=self._progress)
+                with self._generator.open(1, VERSION) as turn:
+                    await self._generator.generate(turn, self)
         finally:
             for task in acting:
                 task.cancel()
@@ -158,7 +164,7 @@ class Spot:
         message |= {"incarnation": name}
         self._fleet.register(Register.model_validate({**message, "ready": True, "abilities": {"sampler": "counter"}}))
 
-    def _progress(self, done: int, total: int, tokens: int) -> None:
+    def progress(self, done: int, total: int, tokens: int) -> None:
         if self._saturated and total - done <= 2 * self._settings.slots * self._settings.profile.max_samples:
             self._saturated = False
             self.run.kept, self.run.steps = tokens, self._servers.tell().steps

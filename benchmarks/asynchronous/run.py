@@ -166,7 +166,7 @@ async def _run(job: Job, lag: int, settings: CoordinatorSettings, pipe: Pipe) ->
         pipe.send("busy")
         busy = await asyncio.to_thread(pipe.recv)
         prompts = [[len(p.token_ids) for p in engines.prepared.prompts(i)] for i in range(1, spec.ppo.iterations + 1)]
-        known = engines._maker._fusion.measured("rollouts").profile()
+        known = engines._devices._fusion.measured("rollouts").profile()
         decided = [rules.get(i, (None, False)) for i in range(1, spec.ppo.iterations + 1)]
         return Ran(rows, ends, busy, prompts, decided, known)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -12,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
 import aiohttp
 import numpy as np
 
-from dovetail.coordinator.samples.fusion.fused_stage import generate_and_score
+from dovetail.coordinator.samples.fusion.fused_stage import FusedStage
 from dovetail.coordinator.samples.fusion.fusion import Fusion, StageFusion
 from dovetail.coordinator.samples.fusion.threshold import Decision
 from dovetail.coordinator.samples.generator import Generator
@@ -28,6 +31,7 @@ from dovetail.fusion.profile import StageProfile
 from dovetail.fusion.stage import StagePrediction
 from dovetail.manifest.types import Generation, RLHFJobSpec
 from dovetail.protocol.messages import Register, Span
+from helpers.coordinated import NoWeights, ScorerPool, drawn_with, job_of
 from interstage.emulated import serve
 
 DEADLINE = 600.0
@@ -130,6 +134,7 @@ async def measure(
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder))
         store.samples.begin_iteration(1, samples)
+        job = job_of(store, spec=drawn_with(generation), start_seconds=600.0)
 
         def keep(scores: list[Scores]) -> None:
             store.samples.score(ScoreRow(s.key, s.ref_logprobs, s.values, s.score, 1) for s in scores)
@@ -138,18 +143,21 @@ async def measure(
             aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), headers={"Authorization": f"Bearer {token}"}
             ) as session,
-            Generator(store, fleet, generation, token, lambda event, **fields: None) as generator,
+            Generator(job, fleet, NoWeights(), token) as generator,
             Inference(
-                session,
+                ScorerPool(
+                    session,
+                    lambda: [s for s in scorers if fusion.may_score(s.name, generator.idle)],
+                    count=len(scorers),
+                ),
                 ["reference", "reward", "critic"],
-                lambda: [s for s in scorers if fusion.may_score(s.name, generator.idle)],
                 keep,
-                lambda scorer, reason: None,
-                on_span=scoring.append,
-                everyone=lambda: len(scorers),
+                scoring.append,
             ) as inference,
         ):
-            done = await generate_and_score(1, store.samples, generator, inference, fusion, DEADLINE, phase)
+            with generator.open(1, 1) as turn:
+                stage = FusedStage(turn, store.samples, generator, inference, fusion)
+                done = await stage.run(DEADLINE, phase)
         found = store.samples.samples(1)
         made = [len(s.tokens) for s in found]
         wrong = [

@@ -18,6 +18,7 @@ import pytest
 import torch
 from aiohttp import web
 
+from dovetail.coordinator.samples.drawing import DrawingFollower
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.in_flight import Generated, GenerationSettings
 from dovetail.coordinator.store.samples import NewSample, Sample
@@ -26,7 +27,7 @@ from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.coordinator.workers.offers import push_offer
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.messages import Offer, Publish, Receiver, Register
-from dovetail.protocol.sampling import asked_of_servers
+from helpers.coordinated import NoWeights, job_of
 from helpers.nursery import Adopted
 from helpers.vllm_servers import TOKEN, Server, tiny_llama
 from helpers.weight_trainer import Alone, actor_of, probe_of, prove, weights_of
@@ -120,10 +121,17 @@ class Run:
         store.samples.begin_iteration(1, [NewSample(i, 0, p, 77 + i) for i, p in enumerate(prompts)])
         # Every token is seen at once: on a fast machine all are made in a second.
         settings = GenerationSettings(stall=60, wait=60, flush=0.01, stream_interval=1)
-        asked = asked_of_servers(self.job.spec)
+        job = job_of(store, log=self.log, spec=self.job.spec)
+
+        class Watch(DrawingFollower):
+            def progress(self, done: int, total: int, tokens: int) -> None:
+                if progress is not None:
+                    progress(done, total, tokens)
+
         try:
-            async with Generator(store, self.fleet, asked, TOKEN, self.log, settings) as generator:
-                result = await generator.generate(1, progress=progress)
+            async with Generator(job, self.fleet, NoWeights(), TOKEN, settings=settings) as generator:
+                with generator.open(1, self.fleet.version) as turn:
+                    result = await generator.generate(turn, Watch())
             return store.samples.samples(1), result
         finally:
             store.close()

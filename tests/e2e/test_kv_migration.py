@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dovetail.coordinator.samples.drawing import DrawingFollower
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.in_flight import GenerationSettings
 from dovetail.coordinator.samples.migration_costs import Mechanism
@@ -27,6 +28,7 @@ from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.manifest.types import Generation
 from dovetail.protocol.messages import HOLD, PULL, Register
 from dovetail.protocol.sampling import sampling_params
+from helpers.coordinated import NoWeights, drawn_with, job_of
 from helpers.free_ports import free_port
 from helpers.vllm_servers import GREEDY, TOKEN, Server, make_run, tiny_llama, wait_for
 from helpers.weight_trainer import Trainer, actor_of
@@ -267,7 +269,8 @@ def generated(world: World, folder: Path, drain: bool) -> tuple[list[Sample], li
         store.samples.begin_iteration(1, [NewSample(i, 0, np.arange(3, 20 + i) + i, 70 + i) for i in range(8)])
         # Every token is seen at once: on a fast machine all are made in half a second.
         settings = GenerationSettings(stall=60, wait=60, flush=0.01, stream_interval=1)
-        generator = Generator(store, fleet, SAMPLED, TOKEN, log, settings)
+        job = job_of(store, log=log, spec=drawn_with(SAMPLED))
+        generator = Generator(job, fleet, NoWeights(), TOKEN, settings=settings)
         # As if prefills had been seen to take long: on a model this small they don't.
         for server in world.servers:
             instance = fleet.get(server.name)
@@ -282,12 +285,14 @@ def generated(world: World, folder: Path, drain: bool) -> tuple[list[Sample], li
                 await asyncio.sleep(0.01)
             log("left")
 
-        def progress(done: int, total: int, tokens: int) -> None:
-            if drain and tokens > 100 and not draining:
-                draining.append(asyncio.create_task(leave()))
+        class Watch(DrawingFollower):
+            def progress(self, done: int, total: int, tokens: int) -> None:
+                if drain and tokens > 100 and not draining:
+                    draining.append(asyncio.create_task(leave()))
 
         async with generator:
-            await generator.generate(1, progress=progress)
+            with generator.open(1, world.version) as turn:
+                await generator.generate(turn, Watch())
         assert len(draining) == drain
         return generator
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dovetail.coordinator.samples.drawing import Tail
+from dovetail.coordinator.samples.drawing import DrawingFollower
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.in_flight import Generated, GenerationSettings
-from dovetail.coordinator.store.samples import NewSample, Sample, State
+from dovetail.coordinator.store.samples import Key, NewSample, Sample, State
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.manifest.types import Generation
+from helpers.coordinated import NoWeights, drawn_with, job_of
 from helpers.fake_vllm import TOKEN, FakeVllm, logprob_of, response_of
 
 # However busy the machine is, no server seems to stall or to ignore an abort: tests that want one to let time pass.
 FAST = GenerationSettings(flush=0.02, stall=60.0, wait=60.0, connect=30.0, abort=20.0, stream_interval=4)
 MAX_TOKENS = 40
+Tail = Callable[[Sequence[tuple[Key, str | None]], Collection[str]], Collection[str] | None]
 
 
 class Clock:
@@ -34,6 +36,24 @@ class Clock:
         return time.monotonic() + self.passed
 
 
+class Following(DrawingFollower):
+    """Notes what it is told, and gathers the tail as `tail` says."""
+
+    def __init__(self, job: Job, tail: Tail | None, on_progress: Callable[[int, int, int], None] | None) -> None:
+        self.job, self.tail, self.on_progress = job, tail, on_progress
+
+    def finished(self, sample: Sample) -> None:
+        self.job.finished.append(sample)
+
+    def progress(self, done: int, total: int, tokens: int) -> None:
+        self.job.progress.append((done, total, tokens))
+        if self.on_progress is not None:
+            self.on_progress(done, total, tokens)
+
+    def gather(self, unfinished: Sequence[tuple[Key, str | None]], able: Collection[str]) -> Collection[str] | None:
+        return None if self.tail is None else self.tail(unfinished, able)
+
+
 class Job:
     """A store with one iteration's samples, a fleet, and a generator."""
 
@@ -44,8 +64,9 @@ class Job:
         settings: GenerationSettings = FAST,
         generation: dict[str, Any] | None = None,
         replay: bool = False,
+        lag: int = 0,
     ) -> None:
-        self.replay = replay
+        self.replay, self.lag = replay, lag
         self.folder, self.count, self.settings = folder, count, settings
         self.generation = Generation.model_validate(
             {"maxTokens": MAX_TOKENS, "maxConcurrent": 64, **(generation or {})}
@@ -68,9 +89,9 @@ class Job:
         timeouts = Timeouts(suspect=1000, dead=2000, back_off=0.02, back_off_max=0.1, revive=0.1, max_failures=100)
         self.fleet = Fleet(time.monotonic, log, timeouts)
         self.fleet.publish(1)
-        self.generator = Generator(
-            self.store, self.fleet, self.generation, TOKEN, log, self.settings, self.clock, replay=self.replay
-        )
+        spec = drawn_with(self.generation, self.lag, self.replay)
+        job = job_of(self.store, log=log, spec=spec, clock=self.clock)
+        self.generator = Generator(job, self.fleet, NoWeights(), TOKEN, settings=self.settings)
 
     async def server(self, name: str, join: bool = True, **options: Any) -> FakeVllm:
         server = FakeVllm(name, **options)
@@ -80,10 +101,11 @@ class Job:
             server.join(self.fleet)
         return server
 
-    async def generate(self, tail: Tail | None = None) -> Generated:
-        return await self.generator.generate(
-            1, on_finished=self.finished.append, progress=lambda *p: self.progress.append(p), tail=tail
-        )
+    async def generate(
+        self, tail: Tail | None = None, progress: Callable[[int, int, int], None] | None = None
+    ) -> Generated:
+        with self.generator.open(1, 1) as turn:
+            return await self.generator.generate(turn, Following(self, tail, progress))
 
     def check(self) -> None:
         """Every sample generated once, equal to the undisturbed answer."""

@@ -13,8 +13,9 @@ import aiohttp
 from dovetail.coordinator.workers import publishing
 from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.coordinator.workers.publishing import Publisher, Target
-from dovetail.coordinator.workers.weight_sync import WeightSync
+from dovetail.coordinator.workers.weights import Weights
 from dovetail.protocol.messages import Register
+from helpers.coordinated import job_of
 from helpers.generation_job import until
 from helpers.vllm_servers import TOKEN, Server
 from helpers.weight_trainer import probe_of
@@ -22,10 +23,19 @@ from helpers.weight_trainer import probe_of
 DEADLINE_SECONDS = 240.0
 
 
+class Ready:
+    async def prepare(self, target: Target) -> None:
+        """A server is always ready for weights."""
+
+
 class GoneTrainers:
     """Trainers that nobody restores."""
 
     step = 0
+    keeps_versions = False
+
+    def need(self, version: int) -> None:
+        pass
 
     def can_send(self, version: int) -> bool:
         return False
@@ -64,9 +74,6 @@ async def _relay(
         on_offer(receivers[0][0].name)
         return await push_offer(session, offer, receivers, *rest)
 
-    async def nothing(target: Target) -> None:
-        """A server is always ready for weights."""
-
     push_offer = publishing.push_offer
     # Nobody reports here.
     fleet = Fleet(time.monotonic, log, Timeouts(suspect=3600.0, dead=3600.0), versioned=("rollout",))
@@ -75,9 +82,10 @@ async def _relay(
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
         publisher = Publisher(None, session, DEADLINE_SECONDS)  # type: ignore[arg-type]
         publisher._remember(version, probe_of(model, version))
-        sync = WeightSync(fleet, publisher, GoneTrainers(), nothing, ("rollout",), log, 300.0, 900.0)  # type: ignore[arg-type]
-        sync.begin(version)
-        holding = asyncio.create_task(sync.hold())
+        job = job_of(None, log=log, start_seconds=900.0)
+        weights = Weights(job, fleet, publisher, GoneTrainers(), Ready())  # type: ignore[arg-type]
+        weights.begin(version)
+        holding = asyncio.create_task(weights.hold())
         try:
             with mock.patch.object(publishing, "push_offer", push):
                 await until(lambda: holding.done() or late.name in {t.name for t in fleet.holders(version)}, 300)

@@ -25,6 +25,7 @@ from dovetail.coordinator.workers.publishing import Target, receivers_of
 from dovetail.protocol.experience import Experience, kl_per_sample
 from dovetail.protocol.files.durable import write_json
 from dovetail.protocol.wire import pack, unpack
+from helpers.coordinated import ScorerPool
 
 
 def finished(prompt: int, response: int, index: int = 0, sample: int = 0) -> Finished:
@@ -133,7 +134,7 @@ def run_scoring(
         try:
             async with aiohttp.ClientSession() as session:
                 want = ["reference", "reward", "critic"]
-                async with Inference(session, want, lambda: list(alive.values()), keep, fail) as inference:
+                async with Inference(ScorerPool(session, lambda: list(alive.values()), fail), want, keep) as inference:
                     for wave in waves:
                         inference.add(wave)
                         await asyncio.sleep(0)
@@ -186,12 +187,9 @@ def score_one(
             async with (
                 aiohttp.ClientSession() as session,
                 Inference(
-                    session,
+                    ScorerPool(session, lambda: allowed(servers), is_gone=gone),
                     ["reward"],
-                    lambda: allowed(servers),
                     lambda scores: found.update(s.key for s in scores),
-                    lambda scorer, reason: None,
-                    gone=gone,
                 ) as inference,
             ):
                 inference.add([finished(2, 2)])
@@ -254,7 +252,7 @@ def test_a_callback_that_fails_ends_inference() -> None:
 
         async with (
             aiohttp.ClientSession() as session,
-            Inference(session, ["reward"], broken, lambda scores: None, lambda scorer, reason: None) as inference,
+            Inference(ScorerPool(session, broken), ["reward"], lambda scores: None) as inference,
         ):
             inference.add([finished(2, 2)])
             await inference.finish(20.0)

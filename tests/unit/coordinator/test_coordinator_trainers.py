@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.coordinator.coordinated_job import CoordinatedJob
+from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.loop import supervised
@@ -29,6 +29,7 @@ from dovetail.protocol.messages import (
     NextRequest,
     Step,
 )
+from helpers.coordinated import job_of
 from helpers.records import Records
 
 
@@ -268,7 +269,7 @@ def test_a_lost_step_is_replayed_from_the_checkpoint(tmp_path: Path) -> None:
     async def scenario() -> None:
         group = make_group(1)
         ranks = Ranks(group)
-        session = TrainerSession(group, Records(), tmp_path, keep=2, join_timeout=5, log=lambda *_, **__: None)
+        session = TrainerSession(job_of(Records(), tmp_path), group)
         life = asyncio.create_task(ranks.live())
         session.begin(plan(), 0)
         for _ in range(3):
@@ -290,7 +291,7 @@ def test_a_commands_deadline_follows_what_such_commands_took(tmp_path: Path) -> 
 
     async def scenario() -> None:
         group = make_group(1)
-        session = TrainerSession(group, Records(), tmp_path, keep=2, join_timeout=5, log=lambda *_, **__: None)
+        session = TrainerSession(job_of(Records(), tmp_path), group)
         life = asyncio.create_task(Ranks(group).live())
         plain, limits, took = group.execute, dict[str, list[float]](), {1: 3000.0, 2: 40.0, 3: 0.5, 4: 0.5}
 
@@ -325,7 +326,7 @@ def test_ranks_that_come_back_get_no_model_that_has_changed(tmp_path: Path) -> N
     async def scenario() -> None:
         group = make_group(1)
         ranks = Ranks(group)
-        session = TrainerSession(group, Records(), tmp_path, keep=2, join_timeout=5, log=lambda *_, **__: None)
+        session = TrainerSession(job_of(Records(), tmp_path), group)
         session.folders = ModelFolders(tmp_path / "run", {"actor": folder}, Records())
         life = asyncio.create_task(ranks.live())
         session.begin(replace(plan(), models={"actor": ModelRef(head="lm", path=str(folder))}), 0)
@@ -357,7 +358,7 @@ def test_a_stage_that_ended_just_before_the_coordinator_can_begin_anew(
     async def scenario() -> None:
         group, records = make_group(1), Records()
         ranks = Ranks(group)
-        session = TrainerSession(group, records, tmp_path, keep=2, join_timeout=5, log=log)
+        session = TrainerSession(job_of(records, tmp_path, log), group)
         life = asyncio.create_task(ranks.live())
         session.begin(plan(), 0)
         await session.run_step()
@@ -366,7 +367,7 @@ def test_a_stage_that_ended_just_before_the_coordinator_can_begin_anew(
         records.put("sft/done", True)
 
         given: Any = SimpleNamespace(store=records)
-        stages = SupervisedStages(CoordinatedJob(given, given, tmp_path, "run", given, given), session, given, given)
+        stages = SupervisedStages(Job(given, given, tmp_path, "run", given, given), session, given, given)
         finished: Any = SimpleNamespace(stage=Stage.SFT, export_to=tmp_path)
         await stages._run(finished)
         session.begin(plan(), 0)
@@ -400,7 +401,7 @@ def test_only_the_runs_own_checkpoints_are_deleted(tmp_path: Path) -> None:
         events.append((event, Path(fields["folder"]).name))
 
     async def scenario() -> None:
-        TrainerSession(make_group(1), Records(), tmp_path, keep=2, join_timeout=5, log=log, run="a").forget(Stage.SFT)
+        TrainerSession(job_of(Records(), tmp_path, log, run="a"), make_group(1)).forget(Stage.SFT)
 
     run(scenario())
     left = ["ppo-000001", "sft-000002", "sft-000002.old.txt", "sft-000004", "sft-notes"]
@@ -427,7 +428,7 @@ def test_equal_replies_are_told_when_a_stage_begins(
     )
     batches: Any = SimpleNamespace(equal_pairs=lambda: "2 of 9 pairs have equal replies")
     given: Any = None
-    stages = SupervisedStages(CoordinatedJob(given, given, tmp_path, "run", records, given), given, batches, given)
+    stages = SupervisedStages(Job(given, given, tmp_path, "run", records, given), given, batches, given)
     run(stages._run(SimpleNamespace(stage=stage, steps=1)))  # type: ignore[arg-type]
     pairs = stage is not Stage.SFT
     assert told == ["2 of 9 pairs have equal replies" if pairs else "", "learns"]
@@ -437,7 +438,7 @@ def test_equal_replies_are_told_when_a_stage_begins(
 def test_trainers_can_send_what_they_hold_until_they_are_lost(tmp_path: Path) -> None:
     async def scenario() -> None:
         group = make_group(1)
-        session = TrainerSession(group, Records(), tmp_path, keep=2, join_timeout=5, log=lambda *_, **__: None)
+        session = TrainerSession(job_of(Records(), tmp_path), group)
         assert not session.can_send(0)
         life = asyncio.create_task(Ranks(group).live())
         session.begin(plan(), 0)
@@ -458,7 +459,7 @@ def test_a_frozen_trainer_cannot_send_long_before_it_is_given_up(tmp_path: Path,
 
     async def scenario() -> None:
         group = make_group(2, clock)
-        session = TrainerSession(group, Records(), tmp_path, keep=2, join_timeout=5, log=lambda *_, **__: None)
+        session = TrainerSession(job_of(Records(), tmp_path), group)
         session.begin(replace(plan(), lag=lag), 0)
         await form(group, "a", "b")
         asking = asyncio.create_task(
@@ -488,11 +489,11 @@ def test_a_step_that_the_ranks_already_ran_is_not_run_twice(tmp_path: Path) -> N
         ranks = Ranks(group)
         records = Records()
         group.record_result = lambda r: records.put(f"result/{r.id}", r.model_dump())
-        first = TrainerSession(group, records, tmp_path, keep=2, join_timeout=5, log=lambda *_, **__: None)
+        first = TrainerSession(job_of(records, tmp_path), group)
         life = asyncio.create_task(ranks.live())
         first.begin(plan(), 0)
         await first.run_step()
-        second = TrainerSession(group, records, tmp_path, keep=2, join_timeout=5, log=lambda *_, **__: None)
+        second = TrainerSession(job_of(records, tmp_path), group)
         second.begin(plan(), 0)
         result = await second.run_step()
         assert ranks.log == ["load", "step1"]
@@ -504,9 +505,7 @@ def test_a_step_that_the_ranks_already_ran_is_not_run_twice(tmp_path: Path) -> N
 
 def test_a_trainer_that_never_joins_is_named(tmp_path: Path) -> None:
     async def scenario() -> None:
-        session = TrainerSession(
-            make_group(2), Records(), tmp_path, keep=2, join_timeout=0.05, log=lambda *_, **__: None
-        )
+        session = TrainerSession(job_of(Records(), tmp_path, start_seconds=0.05), make_group(2))
         session.begin(plan(), 0)
         with pytest.raises(TimeoutError, match=r"trainer ranks \[0, 1\] did not join within"):
             await session.run_step()
@@ -519,7 +518,7 @@ def test_what_a_lost_checkpoint_left_half_written_is_deleted_with_the_next_one(t
 
     async def scenario() -> None:
         group = make_group(1)
-        session = TrainerSession(group, Records(), tmp_path, keep=2, join_timeout=5, log=lambda *_, **__: None)
+        session = TrainerSession(job_of(Records(), tmp_path), group)
         life = asyncio.create_task(Ranks(group).live())
         session.begin(plan(), 0)
         left = [tmp_path / "checkpoints" / name for name in ("sft-000007.tmp", "sft-000003.old", "reward-000007.tmp")]

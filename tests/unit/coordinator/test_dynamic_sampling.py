@@ -53,7 +53,7 @@ def answer(store: Store, records: list[PromptRecord], most: int | None = None) -
 
 
 def draw(store: Store, rounds: int, crash_after: int | None = None) -> IterationPrompts | None:
-    """As `ExperienceMaker.make`. `crash_after`: stop when so many samples are scored."""
+    """As `ExperienceMaker.draw`. `crash_after`: stop when so many samples are scored."""
     drawn = IterationPrompts(1, FIRST, store, samples_of, rounds, further)
     store.samples.begin_iteration(1, drawn.samples())
     while True:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.coordinator.coordinated_job import CoordinatedJob
+from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.loop.iteration_metrics import distinct_responses, equal_groups, iteration_metrics, mean_kl
 from dovetail.coordinator.loop.ppo_stage import PPOStage
 from dovetail.coordinator.reporting.health import REASONS, Rules, UnhealthyError, judge
-from dovetail.coordinator.store.samples import NewSample
+from dovetail.coordinator.store.samples import Assignment, Delta, NewSample, ScoreRow
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import CommandResult
@@ -176,14 +176,12 @@ class Run:
         engines.session.save = self._save  # type: ignore[method-assign]
         maker = SimpleNamespace(
             facts={},
-            in_batch=self._mark,
-            trained=self._mark,
             rest=self._save,
             discard=records.store.samples.forget,
         )
         sources: Any = SimpleNamespace(policy=lambda: None, critic=lambda: None)
         self.stage = PPOStage(
-            CoordinatedJob(spec, engines.plan, folder, engines.run_id, records, sources),
+            Job(spec, engines.plan, folder, engines.run_id, records, sources),
             None,  # type: ignore[arg-type]
             engines.session,
             SimpleNamespace(publish=self._publish),  # type: ignore[arg-type]
@@ -197,9 +195,6 @@ class Run:
     async def _save(self) -> None:
         pass
 
-    async def _mark(self, iteration: int) -> None:
-        pass
-
     async def _run_step(self) -> CommandResult:
         self.engines.session._step += 1
         return CommandResult(id="x", ok=True, metrics={"entropy": 0.5, "mismatch_abs": 0.0, **self.metrics})
@@ -209,7 +204,12 @@ class Run:
         self.metrics = metrics
         number = self.engines.session.step + 1
         new = [NewSample(p, 0, np.zeros(2, np.int32), 1, {}) for p in range(len(scores))]
-        self.engines.records.store.samples.begin_iteration(number, new)
+        samples = self.engines.records.store.samples
+        samples.begin_iteration(number, new)
+        keys = [s.key for s in samples.samples(number)]
+        attempts = samples.assign([Assignment(key, "r", "i", 0, 0) for key in keys])
+        samples.record([Delta(k, attempt, 0, [1], [0.0], "stop") for k, attempt in zip(keys, attempts, strict=True)])
+        samples.score(ScoreRow(key, None, None, score) for key, score in zip(keys, scores, strict=True))
         made = arrays(list(scores), [[p] for p in range(len(scores))], list(range(len(scores))))
         made = {name: array for name, array in made.items() if name not in self.lacks}
         asyncio.run(self._train(Experience(number, [""] * len(scores), [""] * len(scores), made)))

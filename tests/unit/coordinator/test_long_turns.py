@@ -14,6 +14,7 @@ import pytest
 
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.data.text.texts import Texts
+from dovetail.coordinator.loop.dynamic_sampling import IterationPrompts
 from dovetail.coordinator.loop.experience_assembly import ExperienceAssembly
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker
 from dovetail.coordinator.samples.dispatch import Speeds
@@ -171,7 +172,7 @@ def test_an_experience_with_steps_is_made_in_another_thread_with_the_same_bits(s
     maker._spec = SimpleNamespace(  # type: ignore[assignment]
         ppo=SimpleNamespace(weight_version=lambda iteration: 0, ptx_coef=0.0)
     )
-    there = asyncio.run(maker._experience(1, prompts))
+    there = asyncio.run(maker.experience(IterationPrompts(1, prompts, store, lambda *_: [])))
     assert tokenizer.threads
     assert threading.get_ident() not in tokenizer.threads
     assert there.responses == here.responses == [f"{1 + key.prompt}{key.sample}" for key in keys]

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dovetail.coordinator.coordinated_job import CoordinatedJob
+from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.loop.ppo_stage import PPOStage
 from dovetail.coordinator.reporting.telemetry import Status
 from dovetail.operator.reconcile import progress
@@ -35,7 +35,7 @@ def stage(prediction: Prediction | None) -> tuple[PPOStage, Any]:
         store={}, progress=Status(), log=lambda event, **told: logged.append((event, told)), logged=logged
     )
     unused: Any = None
-    return PPOStage(CoordinatedJob(spec, plan, Path(), "", records, unused), *[unused] * 5), records
+    return PPOStage(Job(spec, plan, Path(), "", records, unused), *[unused] * 5), records
 
 
 def test_iterations_that_are_off_reach_the_jobs_status() -> None:

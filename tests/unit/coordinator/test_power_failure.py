@@ -19,6 +19,7 @@ from dovetail.coordinator.store.store import KeyValues, Store
 from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSession
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import ModelRef, Step
+from helpers.coordinated import job_of
 
 STEPS, KEEP = 6, 2
 
@@ -89,7 +90,7 @@ async def train(folder: Path, store: Store) -> None:
     """What the PPO stage does with its files, as far as `STEPS`."""
     group, files = make_group(1), ExperienceFiles(folder)
     ranks = Ranks(group)
-    session = TrainerSession(group, store, folder, KEEP, 5, lambda *_, **__: None)
+    session = TrainerSession(job_of(store, folder, keep=KEEP), group)
     apply = ranks.apply
 
     def on_disk(command: Any) -> None:
@@ -115,7 +116,7 @@ async def train(folder: Path, store: Store) -> None:
 def resumable(folder: Path) -> bool:
     """The trainers can be brought to the step that the store says the run is at, from each checkpoint kept."""
     store = Store(folder)
-    session = TrainerSession(make_group(1, Clock()), store, folder, KEEP, 5, lambda *_, **__: None)
+    session = TrainerSession(job_of(store, folder, keep=KEEP), make_group(1, Clock()))
     step = int((store.get("ppo/progress") or {"step": 0})["step"])
     session.begin(plan(folder, store), step)
     saved, path = session.checkpoint(Stage.PPO)
@@ -179,7 +180,7 @@ def test_a_step_whose_result_was_lost_is_run_again(tmp_path: Path, checkpoint: i
             total_optimizer_steps=STEPS,
             make_step=lambda k: Step(id=f"ppo/{k}/step", stage=Stage.PPO, step=k, batch=f"ppo/{k}", actions=[[]]),
         )
-        before = TrainerSession(group, records, tmp_path, KEEP, 5, lambda *_, **__: None)
+        before = TrainerSession(job_of(records, tmp_path, keep=KEEP), group)
         before.begin(steps, 0)
         first = await before.run_step()
         if checkpoint:
@@ -188,7 +189,7 @@ def test_a_step_whose_result_was_lost_is_run_again(tmp_path: Path, checkpoint: i
         assert first.metrics != second.metrics
 
         records.put("result/ppo/2/step", None)  # the store is as it was after step 1
-        after = TrainerSession(group, records, tmp_path, KEEP, 5, lambda *_, **__: None)
+        after = TrainerSession(job_of(records, tmp_path, keep=KEEP), group)
         after.begin(steps, 1)
         again = await after.run_step()
         assert (again, ranks.applied, after.step) == (second, [1, 2], 2)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.coordinator.samples.lineup import Lineup
 from dovetail.coordinator.store.samples import NewSample, State
 from helpers.fake_vllm import FakeVllm, response_of
 from helpers.generation_job import Job, play, until
@@ -26,15 +25,14 @@ class Beside:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.lineup = Lineup(job.fleet, 64, True, job.fleet._log)
         self.taken: list[tuple[str, int]] = []
         for iteration in (2, 3):
             samples = [NewSample(p, 0, np.arange(1, 4 + p % 5), 1000 * iteration + p) for p in range(COUNT)]
             job.store.samples.begin_iteration(iteration, samples)
 
     async def draw(self, iteration: int) -> None:
-        with self.lineup.open(iteration, VERSIONS[iteration], COUNT, COUNT) as turn:
-            await self.job.generator.generate(iteration, turn=turn)
+        with self.job.generator.open(iteration, VERSIONS[iteration]) as turn:
+            await self.job.generator.generate(turn)
             await turn.wait_first()
 
     async def publish(self) -> None:
@@ -93,7 +91,7 @@ def test_a_free_server_begins_the_next_iteration_while_the_tail_is_drawn(tmp_pat
         await beside.all(watch)
         assert ("overlapped", 0) in beside.taken
 
-    play(tmp_path, scenario, count=COUNT)
+    play(tmp_path, scenario, count=COUNT, lag=2)
 
 
 @pytest.mark.slow
@@ -114,7 +112,7 @@ def test_a_tail_whose_server_dies_goes_on_with_the_same_weights(tmp_path: Path) 
         versions = [version for name, version in beside.taken if name == "r1"]
         assert versions == [2, 1, 2, 3]
 
-    play(tmp_path, scenario, count=COUNT)
+    play(tmp_path, scenario, count=COUNT, lag=2)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -140,4 +138,4 @@ def test_servers_that_die_and_come_back_at_random(tmp_path: Path, seed: int) -> 
 
         await beside.all(disturb)
 
-    play(tmp_path, scenario, count=COUNT)
+    play(tmp_path, scenario, count=COUNT, lag=2)

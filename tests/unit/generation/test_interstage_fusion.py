@@ -118,11 +118,9 @@ def test_the_tail_moves_and_no_answer_changes(tmp_path: Path, count: int) -> Non
         servers = [await job.server(f"r{i}", step=0.005) for i in range(3)]
         _, tail = gather_at(count)
         idle: list[bool] = []
-        result = await job.generator.generate(
-            1,
-            on_finished=job.finished.append,
-            progress=lambda *_: idle.append(job.generator.idle("r1") and job.generator.idle("r2")),
-            tail=tail,  # type: ignore[arg-type]
+        result = await job.generate(
+            tail,  # type: ignore[arg-type]
+            lambda *_: idle.append(job.generator.idle("r1") and job.generator.idle("r2")),
         )
         job.check()
         job.reported_once()
@@ -149,7 +147,7 @@ def test_without_its_destination_the_tail_goes_on_elsewhere(tmp_path: Path) -> N
         first, second = await job.server("r0", step=0.005), await job.server("r1", step=0.005)
         _, tail = gather_at(16)
         first.die_after = 8 * 12
-        await job.generator.generate(1, on_finished=job.finished.append, tail=tail)  # type: ignore[arg-type]
+        await job.generate(tail)  # type: ignore[arg-type]
         job.check()
         job.reported_once()
         assert len(second.requests) > 8, "it took the tail back"
@@ -168,7 +166,7 @@ def test_a_source_that_dies_as_it_is_left_costs_nothing(tmp_path: Path) -> None:
             if source.aborted:
                 source.die_after = 1
 
-        await job.generator.generate(1, on_finished=job.finished.append, progress=kill, tail=tail)  # type: ignore[arg-type]
+        await job.generate(tail, kill)  # type: ignore[arg-type]
         job.check()
         job.reported_once()
 
@@ -209,7 +207,7 @@ def test_a_server_that_comes_in_the_tail_gets_nothing(tmp_path: Path) -> None:
         await job.server("r1", step=0.01)
         asked, tail = gather_at(16)
 
-        task = asyncio.create_task(job.generator.generate(1, on_finished=job.finished.append, tail=tail))  # type: ignore[arg-type]
+        task = asyncio.create_task(job.generate(tail))  # type: ignore[arg-type]
         await until(lambda: bool(asked))
         late = await job.server("r2")
         await task

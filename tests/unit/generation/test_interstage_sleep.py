@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from dovetail.coordinator.loop.experience_maker import ExperienceMaker
+from dovetail.coordinator.samples.device_sharing import Devices
 from dovetail.coordinator.samples.fusion.sleep import Sleepers
-from dovetail.coordinator.samples.scorer_models import ScorerModels
 from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.protocol.messages import Register
+from helpers.coordinated import job_of
+from helpers.records import Records
 
 
 class Server:
@@ -35,7 +37,9 @@ class Server:
 
 
 def play(
-    scenario: Callable[[Server, Fleet, Sleepers, list[tuple[str, str]]], Awaitable[None]], sleep: bool = True
+    scenario: Callable[[Server, Fleet, Sleepers, list[tuple[str, str]]], Awaitable[None]],
+    sleep: bool = True,
+    published: bool = True,
 ) -> None:
     async def main() -> None:
         server = Server()
@@ -45,12 +49,13 @@ def play(
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         fleet = Fleet(time.monotonic, lambda event, **fields: None)
-        fleet.publish(1)
+        if published:
+            fleet.publish(1)
         join(fleet, f"http://127.0.0.1:{runner.addresses[0][1]}", "1", sleep)
         swaps: list[tuple[str, str]] = []
         async with aiohttp.ClientSession() as session:
             sleepers = Sleepers(
-                fleet, session, lambda event, **fields: None, lambda name, way, _: swaps.append((name, way))
+                fleet, session, lambda event, **fields: None, lambda group, way, _: swaps.append((group, way))
             )
             async with asyncio.timeout(240):
                 await scenario(server, fleet, sleepers, swaps)
@@ -82,7 +87,7 @@ def test_a_freed_server_sleeps_gets_nothing_and_wakes_for_its_weights() -> None:
         await sleepers.wake("r0")
         assert server.calls == ["/sleep?level=1", "/wake_up"]
         assert [i.name for i in fleet.eligible("rollout")] == ["r0"]
-        assert swaps == [("r0", "in"), ("r0", "out")]
+        assert swaps == [("g", "in"), ("g", "out")]
 
     play(scenario)
 
@@ -188,15 +193,19 @@ def test_a_server_that_was_just_told_to_sleep_can_be_woken() -> None:
     play(scenario)
 
 
-def holding(
-    fleet: Fleet, sleepers: Sleepers, published: Callable[[], bool] = lambda: True
-) -> tuple[Any, asyncio.Task[None]]:
-    """An ExperienceMaker of a restarted coordinator, and its background task."""
-    maker: Any = ExperienceMaker.__new__(ExperienceMaker)
-    maker._fleet, maker._sleepers, maker._colocated = fleet, sleepers, {"g"}
-    maker._trained_beside = maker._found = None
-    maker._published, maker._models = published, ScorerModels({}, {}, fleet, sleepers._session, maker)
-    return maker, asyncio.create_task(maker.hold())
+def holding(fleet: Fleet, sleepers: Sleepers) -> tuple[Devices, asyncio.Task[None]]:
+    """The devices of a restarted coordinator, and their background task."""
+    spec = SimpleNamespace(
+        groups=[SimpleNamespace(name="g", colocated=True)],
+        ppo=SimpleNamespace(reads_reference=False, advantage="grpo"),
+        plan=SimpleNamespace(inter_stage_fusion="Off"),
+        generation=SimpleNamespace(max_concurrent=1, max_tokens=1),
+        seed=1,
+    )
+    scorers: Any = SimpleNamespace(load_all=sleepers._sleeps)
+    devices = Devices(job_of(Records(), spec=spec), fleet, sleepers._session, scorers, scorers)
+    devices._sleepers = sleepers
+    return devices, asyncio.create_task(devices.hold())
 
 
 @pytest.mark.slow
@@ -205,10 +214,8 @@ def test_after_a_restart_servers_that_hold_their_weights_are_woken_too(current: 
     """A restarted coordinator puts them to sleep until it publishes. Nobody sends them what they hold already."""
 
     async def scenario(server: Server, fleet: Fleet, sleepers: Sleepers, swaps: list[tuple[str, str]]) -> None:
-        begun = asyncio.Event()
-        _, task = holding(fleet, sleepers, begun.is_set)
+        _, task = holding(fleet, sleepers)
         await asleep(sleepers)
-        begun.set()
         fleet.publish(1 if current else 2)
         await asyncio.sleep(0.7)
         if current:
@@ -218,7 +225,7 @@ def test_after_a_restart_servers_that_hold_their_weights_are_woken_too(current: 
         # The other one is woken when it takes version 2.
         assert server.calls == ["/sleep?level=1", "/wake_up"][: 2 if current else 1]
 
-    play(scenario)
+    play(scenario, published=False)
 
 
 @pytest.mark.slow
@@ -311,6 +318,6 @@ def test_the_scorer_brings_its_weights_in_and_takes_them_out_before_the_server_w
         await asleep(sleepers)
         await sleepers.wake("r0")
         assert server.calls == ["/v1/bring", "/sleep?level=1", "/v1/bring", "/v1/leave", "/wake_up"]
-        assert swaps == [("r0", "in"), ("r0", "out")], "a scorer's part is no swap of its own"
+        assert swaps == [("g", "in"), ("g", "out")], "a scorer's part is no swap of its own"
 
     play(scenario)

@@ -15,6 +15,7 @@ from dovetail.coordinator.samples.allotment import Allotment, Left
 from dovetail.coordinator.samples.lineup import Lineup, Turn
 from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.protocol.messages import Register
+from helpers.coordinated import NoWeights, silent
 
 SERVERS = ["r0", "r1", "r2"]
 SAMPLES, MOST_OPEN, LAG = 8, 3, 1
@@ -75,7 +76,7 @@ class Machine(RuleBasedStateMachine):
         self.now = 0.0
         self.fleet = Fleet(lambda: self.now, lambda *_, **__: None, T)
         self.processes = {name: Process(name) for name in SERVERS}
-        self.lineup = Lineup(self.fleet, 100, True, lambda *_, **__: None)
+        self.lineup = Lineup(self.fleet, NoWeights(), Allotment(100, True), LAG, silent)
         self.open: dict[int, Drawing] = {}
         self.last = self.done = 0
         for name in SERVERS:

@@ -181,7 +181,8 @@ def test_a_coordinator_holds_no_more_however_long_it_runs(tmp_path: Path) -> Non
         found = {}
         for index in range(2, ITERATIONS + 2):
             run.store.samples.begin_iteration(index, [NewSample(0, 0, np.arange(1, 4), index)])
-            done = await run.generator.generate(index)
+            with run.generator.open(index, 1) as turn:
+                done = await run.generator.generate(turn)
             assert done.samples == 1
             run.store.samples.forget_before(index)
             for notes in (server.requests, run.events):

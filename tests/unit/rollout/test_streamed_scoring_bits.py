@@ -18,6 +18,7 @@ from dovetail.protocol.messages import ModelRef, Span
 from dovetail.rollout.scoring import forward_passes as scoring
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
 from dovetail.rollout.scoring.scorer_app import ScorerService, make_app
+from helpers.coordinated import ScorerPool
 from helpers.scorers import CONFIG, TOKEN, VOCABULARY
 
 ROOM = 600
@@ -61,16 +62,18 @@ def test_scores_do_not_depend_on_when_scorers_looked(dies: bool) -> None:
             await server.start_server()
         alive = [Scorer(f"s{i}", str(server.make_url("")).rstrip("/"), "1", ROOM) for i, server in enumerate(servers)]
         headers = {"Authorization": f"Bearer {TOKEN}"}
+
+        def lose(lost: Scorer, reason: str) -> None:
+            if lost in alive:
+                alive.remove(lost)
+
         async with (
             aiohttp.ClientSession(headers=headers) as session,
             Inference(
-                session,
+                ScorerPool(session, lambda: list(alive), lose, count=3),
                 list(scoring.MODELS),
-                lambda: list(alive),
                 lambda scores: found.update((s.key, s) for s in scores),
-                lambda scorer, reason: alive.remove(scorer) if scorer in alive else None,
-                on_span=spans.append,
-                everyone=lambda: 3,
+                spans.append,
             ) as inference,
         ):
             grown = dict.fromkeys(samples, 0)

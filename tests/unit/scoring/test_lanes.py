@@ -16,6 +16,7 @@ from dovetail.coordinator.samples.scoring import Finished, Inference, Scorer, Sc
 from dovetail.coordinator.samples.scoring_lanes import Lane, ScorerLanes, lanes_of
 from dovetail.coordinator.store.samples import Key
 from dovetail.protocol.wire import pack, unpack
+from helpers.coordinated import ScorerPool
 
 WANT = ["reference", "reward", "critic"]
 
@@ -75,7 +76,9 @@ def score(holders: list[Holder], samples: list[Finished], on_scores: Callable[[l
 
             def make(lane: Lane, collect: Callable[[list[Scores]], None]) -> Inference:
                 mine = [s for s, h in zip(servers, holders, strict=True) if set(lane) <= set(h.models)]
-                return Inference(session, lane, lambda: mine, collect, lambda _, reason: failures.append(reason))
+                return Inference(
+                    ScorerPool(session, lambda: mine, lambda _, reason: failures.append(reason)), lane, collect
+                )
 
             async with ScorerLanes(lanes_of(WANT, [h.models for h in holders]), make, on_scores) as lanes:
                 for wave in (samples[::2], samples[1::2]):

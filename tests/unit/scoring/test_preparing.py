@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -13,14 +14,23 @@ from aiohttp import web
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import ModelFolders
-from dovetail.coordinator.samples.scorer_models import ScorerModels
+from dovetail.coordinator.samples.scorers import Scorers
 from dovetail.coordinator.samples.scoring import Scorer
 from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.coordinator.workers.preparing import Preparing
 from dovetail.protocol.messages import ModelRef, Register
+from helpers.coordinated import job_of
 from helpers.fake_vllm import listen
 from helpers.generation_job import until
+from helpers.jobs import tiny_job
 from helpers.records import Records
+
+
+def of_reference(path: str) -> Any:
+    """A job whose scorers hold a reference."""
+    sources = SimpleNamespace(reference=lambda: ModelRef(head="lm", path=path))
+    spec = tiny_job(ppo={"advantage": "grpo", "samplesPerPrompt": 2}).spec
+    return job_of(Records(), spec=spec, plan=SimpleNamespace(rollouts=[]), sources=sources)
 
 
 @pytest.mark.slow
@@ -47,7 +57,7 @@ def test_a_scorer_that_hangs_does_not_keep_others_from_their_models() -> None:
         come("r-0-scorer")
         folders = ModelFolders(Path("/run"), {}, Records())
         async with aiohttp.ClientSession() as session:
-            models = ScorerModels({"reference": lambda: ModelRef(head="lm", path="x")}, {}, fleet, session, folders)
+            models = Scorers(of_reference("x"), fleet, session, folders, False)
 
             async def hold() -> None:
                 while True:
@@ -87,16 +97,15 @@ def test_a_scorer_that_comes_back_gets_no_model_that_has_changed(tmp_path: Path)
         app.add_routes([web.post("/v1/load", load)])
         runner, url = await listen(app)
 
-        async def loads(models: ScorerModels, incarnation: str) -> None:
+        async def loads(models: Scorers, incarnation: str) -> None:
             facts = {"name": "r-scorer", "group": "r", "url": url, "incarnation": incarnation, "ready": True}
             fleet.register(Register.model_validate({**facts, "kind": "scorer", "abilities": {}}))
             while not models.has_loaded("r-scorer", incarnation):
                 await models.load_all()
 
         async with aiohttp.ClientSession() as session:
-            sources = {"reference": lambda: ModelRef(head="lm", path=str(folder))}
             folders = ModelFolders(tmp_path / "run", {"reference": folder}, Records())
-            models = ScorerModels(sources, {}, fleet, session, folders)
+            models = Scorers(of_reference(str(folder)), fleet, session, folders, False)
             await loads(models, "1")
             (folder / "model.safetensors").write_bytes(b"trained")
             with pytest.raises(DataError, match=r"spec\.models\.reference: .*/model\.safetensors has changed since"):

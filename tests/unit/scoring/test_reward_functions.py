@@ -26,7 +26,7 @@ from dovetail.coordinator.rewards.calls import Call, Calls, Function, RewardAnsw
 from dovetail.coordinator.rewards.live import LiveFunction
 from dovetail.coordinator.rewards.rehearsal import rehearse
 from dovetail.coordinator.rewards.workers import Workers
-from dovetail.coordinator.samples.reward_stage import Joined, Rewards
+from dovetail.coordinator.samples.reward_stage import Joined, RewardFunctions, Rewards
 from dovetail.coordinator.samples.scoring import Finished, Scores
 from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, State
 from dovetail.coordinator.store.store import Store
@@ -773,12 +773,10 @@ def rewards_of(store: Store, calls: Calls, joined: Joined) -> Rewards:
         return ResponseText(said, f"{said}<end>")
 
     return Rewards(
+        RewardFunctions(calls, store.samples, text),
         1,
-        calls,
-        store.samples,
         records,
         PER_PROMPT,
-        text,
         joined.reward,
     )
 

@@ -21,6 +21,7 @@ from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.store.samples import Key
 from dovetail.protocol.budgets import RESPONSE_BLOCK
 from dovetail.protocol.wire import pack, unpack
+from helpers.coordinated import ScorerPool
 
 SAMPLES, SCORERS, PROMPT = 2, 2, 3
 NAMES = [f"s{i}" for i in range(SCORERS)]
@@ -68,14 +69,11 @@ class World:
         self.finished: dict[int, int] = {}
         self.scored: list[Scores] = []
         self.inference = Inference(
-            self,  # type: ignore[arg-type]
-            ["reward"],
-            self.scorers,
-            self.scored.extend,
-            lambda scorer, reason: None,
-            everyone=lambda: SCORERS,
-            gone=lambda scorer: scorer.incarnation != str(self.incarnations[scorer.name]),
+            ScorerPool(self, self.scorers, count=SCORERS, is_gone=self.gone), ["reward"], self.scored.extend
         )
+
+    def gone(self, scorer: Scorer) -> bool:
+        return scorer.incarnation != str(self.incarnations[scorer.name])
 
     def post(self, url: str, *, data: bytes, **_: Any) -> Question:
         self.questions.append(Question(url, data))

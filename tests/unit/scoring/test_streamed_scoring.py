@@ -20,6 +20,7 @@ from dovetail.fusion.profile import STREAMED_PER_SCORER
 from dovetail.protocol.budgets import RESPONSE_BLOCK
 from dovetail.protocol.messages import Span
 from dovetail.protocol.wire import pack, unpack
+from helpers.coordinated import ScorerPool
 
 PROMPT = 5
 LEAST = STREAMED_PER_SCORER
@@ -140,13 +141,12 @@ def play(scenario: Callable[[World], Coroutine[Any, Any, None]], count: int = 2,
         try:
             async with aiohttp.ClientSession() as session:
                 inference = Inference(
-                    session,
+                    ScorerPool(
+                        session, lambda: world.allowed, lambda scorer, reason: world.allowed.remove(scorer), count
+                    ),
                     ["reference", "reward", "critic"],
-                    lambda: world.allowed,
                     lambda scores: world.found.update((s.key, s) for s in scores),
-                    lambda scorer, reason: world.allowed.remove(scorer),
-                    on_span=lambda span: world.spans.append(span),
-                    everyone=lambda: count,
+                    lambda span: world.spans.append(span),
                 )
                 world = World(inference, fakes, names)
                 worlds.append(world)

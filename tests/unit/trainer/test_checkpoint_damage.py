@@ -16,6 +16,7 @@ from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSessi
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import CommandResult, Export, JoinRequest, Load, NextRequest, Save
 from dovetail.trainer.files.shards import digest
+from helpers.coordinated import job_of
 from helpers.local_trainer import LocalTrainer
 from helpers.records import Records
 from helpers.trainer_ranks import job, load_command, sft_batch
@@ -96,7 +97,7 @@ class Run:
             record_result=lambda _: None,
             log=lambda *_, **__: None,
         )
-        self.session = TrainerSession(self.group, records, folder, 2, 60.0, self._log, "a")
+        self.session = TrainerSession(job_of(records, folder, self._log, run="a", start_seconds=60.0), self.group)
         base = load_command(Stage.SFT)
         for k in range(1, 8):
             trainer.client.batches[f"sft/{k}"] = sft_batch(k)

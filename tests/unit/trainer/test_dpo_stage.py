@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.coordinator.coordinated_job import CoordinatedJob
+from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.data.text.tokenize import Encoded, dpo_batch
 from dovetail.coordinator.loop.supervised import SupervisedStages
 from dovetail.coordinator.store.reference_logprobs import ReferenceLogprobs
@@ -156,7 +156,7 @@ def test_the_reference_is_computed_for_few_steps_ahead_and_says_how_far_it_is(tm
     batches: Any = SimpleNamespace(references=references, arrays=arrays.__getitem__)
     session: Any = Session()
     unused: Any = None
-    job_ = CoordinatedJob(spec, unused, tmp_path, "run", records, unused)
+    job_ = Job(spec, unused, tmp_path, "run", records, unused)
     stages = SupervisedStages(job_, session, batches, unused)
     stage: Any = SimpleNamespace(steps=200, checkpoint_every=1, eval_batches=["dpo-eval/0"])
     before = []

@@ -31,6 +31,7 @@ from dovetail.protocol.messages import (
     Save,
     Step,
 )
+from helpers.coordinated import job_of
 from helpers.records import Records
 from helpers.warped_loop import run_warped
 
@@ -97,7 +98,7 @@ class World:
                 record_result=lambda result: self.records.put(f"result/{result.id}", result.model_dump(mode="json")),
                 log=lambda *_, **__: None,
             )
-            session = TrainerSession(group, self.records, self.folder, 2, 3600.0, lambda *_, **__: None)
+            session = TrainerSession(job_of(self.records, self.folder, start_seconds=3600.0), group)
             self.driver = asyncio.create_task(self.drive(session, group))
             watch = asyncio.create_task(self.watch(group))
             hold = asyncio.create_task(session.hold())

@@ -33,7 +33,7 @@ class IterationPrompts:
     ) -> None:
         """`samples_of` makes the samples of a prompt from its position. `rounds` is the maximum number of further
         rounds. `further` gives their prompts."""
-        self._iteration, self._store, self._samples_of = iteration, store, samples_of
+        self.iteration, self._store, self._samples_of = iteration, store, samples_of
         self._rounds = 0 if further is None else rounds
         self._further = further
         self.records = list(first)
@@ -57,13 +57,13 @@ class IterationPrompts:
         Raises StoreError."""
         if self.round == self._rounds:
             return False
-        gone = equal_prompts(self._store, self._iteration)
+        gone = equal_prompts(self._store, self.iteration)
         if not gone:
             return False
         before = self._store.get(self._key) or []
         self._take(gone)
         samples = [sample for position in self.newest for sample in self._samples_of(position, self.records[position])]
-        self._store.replace_prompts(self._iteration, gone, samples, {self._key: [*before, gone]})
+        self._store.replace_prompts(self.iteration, gone, samples, {self._key: [*before, gone]})
         return True
 
     def _take(self, gone: Sequence[int]) -> None:
@@ -78,7 +78,7 @@ class IterationPrompts:
 
     @property
     def _key(self) -> str:
-        return replaced_key(self._iteration)
+        return replaced_key(self.iteration)
 
 
 def replaced_key(iteration: int) -> str:

@@ -28,7 +28,7 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from dovetail.coordinator.coordinated_job import CoordinatedJob
+from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.data.prepare import GivenPrompt, Prepared, prepare
@@ -48,8 +48,12 @@ from dovetail.coordinator.rewards.calls import Calls
 from dovetail.coordinator.rewards.live import LiveFunction, RewardCallable
 from dovetail.coordinator.rewards.rehearsal import rehearse
 from dovetail.coordinator.rewards.workers import Workers
+from dovetail.coordinator.samples.device_sharing import Devices
 from dovetail.coordinator.samples.evaluation import Evaluator
 from dovetail.coordinator.samples.evaluation_metrics import EvaluationMetrics
+from dovetail.coordinator.samples.generator import Generator
+from dovetail.coordinator.samples.score import Score
+from dovetail.coordinator.samples.scorers import Scorers
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
 from dovetail.coordinator.store.delivery import check, deliver
@@ -60,20 +64,19 @@ from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.coordinator.workers.publishing import Publisher
 from dovetail.coordinator.workers.trainer_group import TrainerGroup
 from dovetail.coordinator.workers.trainer_session import TrainerSession
-from dovetail.coordinator.workers.weight_sync import WeightSync
+from dovetail.coordinator.workers.weights import Weights
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.http import serving
 from dovetail.protocol.http.client_session import client_session
-from dovetail.protocol.messages import CommandResult, Offer, Register
+from dovetail.protocol.messages import CommandResult, ModelRef, Offer, Register
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.env import HUB_CACHE
 from dovetail.protocol.process.process_names import scorer_name
 
 # The time that the trainers may take to join, and a first rollout to start, if the manifest sets no limit.
 START_SECONDS = 900.0
-WEIGHTS_SECONDS = 300.0
 # The time that another process may take to leave the coordinator's port.
 PORT_SECONDS = 60.0
 # The time that running requests may take at the end. Trainers always wait for their next command, and they ask again.
@@ -143,10 +146,10 @@ class Engines:
             log=log,
         )
         # A pod may wait for hours for a node or an image. The operator limits that time (startTimeoutSeconds).
-        self.start_seconds = float("inf") if settings.pods else START_SECONDS
-        self.session = TrainerSession(
-            self.trainers, store, settings.run_dir, spec.checkpoint.keep, self.start_seconds, log, self.run_id
-        )
+        start_seconds = float("inf") if settings.pods else START_SECONDS
+        sources = ModelSources(spec, settings.run_dir, self._given_model, self._rewards is None)
+        self._job = Job(spec, plan, settings.run_dir, self.run_id, self.records, sources, start_seconds)
+        self.session = TrainerSession(self._job, self.trainers)
         head = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": settings.job or "job"}}
         job = {**head, "spec": spec.model_dump(mode="json", by_alias=True)}
         documents = {"job.json": job, "plan.json": plan.model_dump(mode="json", by_alias=True)}
@@ -202,37 +205,16 @@ class Engines:
         folders = ModelFolders(settings.run_dir, prepared.sources, records.store)
         await folders.check_all()
         self.session.folders = folders
-        sources = ModelSources(spec, settings.run_dir, prepared.model_ref, self._rewards is None)
-        job = CoordinatedJob(spec, self.plan, settings.run_dir, self.run_id, records, sources)
-        self._maker = maker = ExperienceMaker(
-            job,
-            prepared,
-            folders,
-            self.fleet,
-            http,
-            settings.token,
-            self._rewards,
-            published=lambda: sync.version is not None,
-            start_seconds=self.start_seconds,
-            on_first=self._oldest_drawn,
-        )
-        self._evaluation = evaluation = Evaluator(
-            spec, prepared.evaluation_prompts, self._metrics, maker.answer, records
-        )
-        self._sync = sync = WeightSync(
-            self.fleet,
-            self._publisher,
-            self.session,
-            maker.prepare_instance,
-            self._kinds,
-            self.log,
-            WEIGHTS_SECONDS,
-            self.start_seconds,
-            beside=spec.ppo.lag > 0,
-            on_spans=records.timeline.add,
-        )
+        job = self._job
+        self._scorers = Scorers(job, self.fleet, http, folders, self._rewards is None)
+        self._devices = Devices(job, self.fleet, http, self._scorers, folders)
+        self._weights = Weights(job, self.fleet, self._publisher, self.session, self._devices)
+        self._score = Score(job, prepared, self._scorers, self._rewards)
+        self._generator = Generator(job, self.fleet, self._weights, settings.token, self._score.texts.decode)
+        maker = ExperienceMaker(job, prepared, self._weights, self._generator, self._score, self._devices)
+        self._evaluation = Evaluator(spec, prepared.evaluation_prompts, self._metrics, maker.answer, records)
         self._supervised = SupervisedStages(job, self.session, self._batches, prepared.total_steps)
-        self._ppo = PPOStage(job, prepared, self.session, sync, maker, evaluation)
+        self._ppo = PPOStage(job, prepared, self.session, self._weights, maker, self._evaluation)
         # This is set last. It says that everything that `__aexit__` closes is there.
         self._prepared = prepared
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._hold())]
@@ -247,7 +229,9 @@ class Engines:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._prepared is not None:
             await self._ppo.close()
-            await self._maker.close()
+            self._devices.close()
+            await self._score.close()
+            await self._generator.close()
         if self._rewards is not None:
             await self._rewards.close()
         await self._metrics.close()
@@ -304,12 +288,7 @@ class Engines:
 
     async def _hold(self) -> None:
         """Bring late and restarted processes up to date while the stages run."""
-        await asyncio.gather(self.session.hold(), self._sync.hold(), self._maker.hold())
-
-    def _oldest_drawn(self, version: int) -> None:
-        """Record that all samples from now on are drawn with this version of the weights, or with a later one."""
-        self._sync.begin(version)
-        self.session.need(version)
+        await asyncio.gather(self.session.hold(), self._weights.hold(), self._devices.hold())
 
     def _note(self, text: str) -> None:
         """Show the progress of the preparation. Another thread calls this."""
@@ -326,7 +305,7 @@ class Engines:
 
     def left(self, name: str) -> bool:
         """Whether no sample needs the instance any more."""
-        return self._prepared is None or self._maker.left(name)
+        return self._prepared is None or self._generator.left(name)
 
     def offer(self, message: Offer) -> None:
         self._publisher.offer(message)
@@ -366,6 +345,10 @@ class Engines:
         if self._prepared is None:
             raise NotPrepared("the coordinator is still preparing its data")
         return self._prepared
+
+    def _given_model(self, name: str) -> ModelRef | None:
+        """The source that the manifest gives a model."""
+        return self.prepared.model_ref(name)
 
     # ------------------------------------------------------------ reward functions
 

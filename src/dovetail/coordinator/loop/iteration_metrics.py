@@ -83,9 +83,11 @@ def _equal(group: NDArray[np.intp], values: NDArray[Any], groups: int) -> NDArra
     return found
 
 
-def other_seconds(wall: float, phases: Mapping[str, float]) -> float:
-    """The seconds of an iteration that belong to none of its named phases."""
-    return max(0.0, wall - sum(phases.values()))
+def with_other(phases: Mapping[str, float], wall: float, lag: int = 0) -> dict[str, float]:
+    """The seconds of an iteration's phases, with those that belong to none of them as `other`. With a lag, only its
+    training and the wait for its samples belong to the time between two steps. The other phases ran beside."""
+    own = (phases.get(name, 0.0) for name in ("waiting", "training")) if lag else phases.values()
+    return {**phases, "other": max(0.0, wall - sum(own))}
 
 
 def one_after_the_other(phases: Mapping[str, float]) -> float:

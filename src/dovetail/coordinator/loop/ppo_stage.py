@@ -6,15 +6,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dovetail.coordinator.coordinated_job import CoordinatedJob
+from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.data.prepare import GivenPrompt, Prepared
-from dovetail.coordinator.loop.experience_maker import ExperienceMaker, samples_lane
-from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, one_after_the_other, other_seconds, times
+from dovetail.coordinator.loop.experience_maker import ExperienceMaker
+from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, one_after_the_other, times, with_other
 from dovetail.coordinator.loop.kl_controller import KLController
-from dovetail.coordinator.loop.open_iterations import OpenIterations
 from dovetail.coordinator.loop.plan_check import Expected, PlanCheck
 from dovetail.coordinator.reporting.health import UnhealthyError, Verdict
 from dovetail.coordinator.reporting.health_watch import HealthWatch
@@ -22,13 +22,14 @@ from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
 from dovetail.coordinator.reporting.summary import mean_ci95
 from dovetail.coordinator.samples.best_weights import BestWeights
 from dovetail.coordinator.samples.evaluation import Evaluator
-from dovetail.coordinator.samples.lineup import Turn
+from dovetail.coordinator.samples.lineup import OpenIterations, Turn
 from dovetail.coordinator.schedules.step_commands import StepFacts, optimizer_steps, ppo_step, supervised_step
 from dovetail.coordinator.schedules.stored_schedule import applies, scheduled
 from dovetail.coordinator.store.manifest_changes import Settled
+from dovetail.coordinator.store.samples import State
 from dovetail.coordinator.store.store import in_slices
 from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSession
-from dovetail.coordinator.workers.weight_sync import WeightSync
+from dovetail.coordinator.workers.weights import Weights
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.reward import ppo_config
 from dovetail.manifest.types import RLHFJobSpec, Stage
@@ -62,10 +63,10 @@ class PPOStage:
 
     def __init__(
         self,
-        job: CoordinatedJob,
+        job: Job,
         prepared: Prepared,
         session: TrainerSession,
-        sync: WeightSync,
+        weights: Weights,
         maker: ExperienceMaker,
         evaluation: Evaluator,
     ) -> None:
@@ -75,12 +76,12 @@ class PPOStage:
         self._evaluation = evaluation
         self._records, self._prepared, self._sources = records, prepared, job.sources
         self._settled = Settled(spec, records.store)
-        self._session, self._sync, self._maker = session, sync, maker
+        self._session, self._weights, self._maker = session, weights, maker
         self._saving: asyncio.Task[None] | None = None
         self._scheduling: Scheduling | None = None
         self._placing: asyncio.Task[None] | None = None
         self._verdicts: list[Verdict] = []
-        self._open = OpenIterations(self._draw, spec.ppo.lag, spec.ppo.iterations) if spec.ppo.lag else None
+        self._open = OpenIterations(self._iterate, spec.ppo.lag, spec.ppo.iterations)
         self._check: PlanCheck | None = None
         if (predicted := plan.prediction) is not None and predicted.lag == spec.ppo.lag:
             self._check = PlanCheck(Expected.predicted(predicted.iteration_seconds, predicted.phases))
@@ -93,8 +94,7 @@ class PPOStage:
 
     async def close(self) -> None:
         """Cancel the open iterations, and a checkpoint or search that is still running."""
-        if self._open is not None:
-            await self._open.close()
+        await self._open.close()
         for task in (self._saving, self._placing):
             if task is not None:
                 task.cancel()
@@ -135,8 +135,8 @@ class PPOStage:
             health=self._health.status(),
         )
         self._record_interrupted(self._session.step)
-        if self._open is None or self._session.step == 0:
-            await self._sync.publish(self._session.step)
+        if self._draws_next(self._session.step):
+            await self._weights.publish(self._session.step)
             if answered:
                 await self._evaluation.run(BEFORE_SFT)
             await self._evaluate(self._session.step)
@@ -160,7 +160,7 @@ class PPOStage:
         self._session.begin(start, 0)
         message = "answering prompts that are kept for evaluation, with the model before SFT"
         self._records.progress.update(state="running", stage="ppo", phase="evaluation", message=message)
-        await self._sync.publish_before_sft()
+        await self._weights.publish(BEFORE_SFT)
         await self._evaluation.draw(BEFORE_SFT)
         return True
 
@@ -172,65 +172,65 @@ class PPOStage:
 
         After a crash, results that the store already holds are not computed again. Raises ValueError for `prompts` in a
         job with `ppo.lag`."""
-        iteration = self._session.step + 1
-        self._records.progress.update(iteration=iteration, phase="generation", message="")
-        prepared = self._prepared
-        if self._open is not None:
-            if prompts is not None:
-                raise ValueError("prompts of your own cannot be given with spec.ppo.lag above 0; set lag to 0")
-            self._open.open_through(iteration)
-            self._records.progress.update(phase="generation", open_iterations=self._open.numbers)
-            with self._records.timeline.phase("waiting", iteration):
-                made = await self._open.take(iteration)
-            self._records.progress.update(open_iterations=self._open.numbers)
-        elif prompts is None:
-            made = await self._maker.make(
-                iteration,
-                prepared.prompts(iteration),
-                lambda number, count, known: prepared.further_prompts(iteration, number, count, known),
-            )
-        else:
-            made = await self._maker.make(iteration, prepared.given_prompts(prompts))
+        iteration, lag, progress = self._session.step + 1, self._spec.ppo.lag, self._records.progress
+        if lag and prompts is not None:
+            raise ValueError("prompts of your own cannot be given with spec.ppo.lag above 0; set lag to 0")
+        self._open.open_through(iteration, prompts)
+        progress.update(iteration=iteration, phase="generation", message="", open_iterations=self._open.numbers)
+        # Without a lag, the trainers wait exactly while the samples are drawn and scored. These phases are measured.
+        with self._records.timeline.phase("waiting", iteration) if lag else nullcontext():
+            made = await self._open.take(iteration)
+        progress.update(open_iterations=self._open.numbers)
         return replace(made, config=ppo_config(self._spec), kl_coef=self._kl.coef)
 
-    async def _draw(self, iteration: int) -> Experience:
-        """Make an iteration's experience with the weights that belong to it. The trainers may train meanwhile."""
-        version = self._spec.ppo.weight_version(iteration)
-        # The first iterations all use version 0. Only the last of them starts its evaluation.
-        due = version == iteration - 1 - self._spec.ppo.lag and self._evaluation.due(version)
-        prompts = self._prepared.prompts(iteration)
-        made = await self._maker.make_beside(iteration, prompts, lambda turn: self._reach(turn, due), evaluates=due)
+    async def _iterate(self, iteration: int, given: Sequence[GivenPrompt] | None = None) -> Experience:
+        """Make an iteration's experience with the weights that belong to it. With a lag, the trainers train earlier
+        iterations meanwhile."""
+        prompts = self._maker.begin(iteration, given)
+        with self._maker.open(iteration) as turn:
+            await self._reach(turn)
+            await self._maker.draw(turn, prompts)
+        made = await self._maker.experience(prompts)
         if iteration == self._spec.ppo.iterations:
             self._session.need(None)
         return made
 
-    async def _reach(self, turn: Turn, due: bool) -> None:
+    async def _reach(self, turn: Turn) -> None:
         """Returns when a server that may draw the iteration holds its weights. If an evaluation of these weights is
-        `due`, it runs first, after all earlier iterations are scored."""
-        version, lane, timeline = turn.version, samples_lane(turn.iteration, self._spec.ppo.lag), self._records.timeline
-        await (turn.wait_first() if due else turn.wait_server())
-        with timeline.phase("weights", turn.iteration, lane):
-            await self._sync.reach(version, turn.missing, counts=lambda: turn.first)
-        self._records.metrics.weight_version.set(version)
+        due, it runs first, after all earlier iterations are scored."""
+        version, timeline = turn.version, self._records.timeline
+        # The first iterations all use version 0. Only the last of them starts its evaluation.
+        due = version == turn.iteration - 1 - self._spec.ppo.lag and self._evaluation.due(version)
         if due:
-            with timeline.phase("evaluation", turn.iteration, lane):
+            await turn.wait_first()
+        if turn.left.count:
+            await turn.wait_server()
+            with timeline.phase("weights", turn.iteration, turn.lane):
+                await self._weights.reach(turn)
+            self._records.metrics.weight_version.set(version)
+        if due:
+            with timeline.phase("evaluation", turn.iteration, turn.lane):
                 await self._evaluation.run(version)
             self._kept.choose(version)
+
+    def _draws_next(self, version: int) -> bool:
+        """Whether the next iteration is drawn with these weights, the newest. All instances then take them at once,
+        because nothing is drawn meanwhile. With a lag that holds before the first iteration only. Later weights are
+        sent and evaluated when the turn of their iteration comes."""
+        return self._spec.ppo.weight_version(version + 1) == version
 
     async def close_iterations(self) -> None:
         """Close the iterations that are still open, and send the newest weights to all instances that lack them.
         Versions whose evaluation is still due are sent and evaluated first. The trainers keep them."""
-        if self._open is not None:
-            await self._open.close()
-            self._maker.end_beside()
-            self._records.progress.update(open_iterations=[])
-            for version in range(max(0, self._session.step - self._spec.ppo.lag), self._session.step):
-                if self._evaluation.due(version):
-                    await self._sync.publish(version)
-                    await self._answer(version)
-                    self._kept.choose(version)
-            if self._sync.version != self._session.step:
-                await self._sync.publish(self._session.step)
+        await self._open.close()
+        self._records.progress.update(open_iterations=[])
+        for version in range(max(0, self._session.step - self._spec.ppo.lag), self._session.step):
+            if self._evaluation.due(version):
+                await self._weights.publish(version)
+                await self._answer(version)
+                self._kept.choose(version)
+        if self._weights.version != self._session.step:
+            await self._weights.publish(self._session.step)
 
     async def _evaluate(self, version: int) -> None:
         """Evaluate the newest weights if that is due, and keep them if they are the best so far. The trainers hold
@@ -245,7 +245,7 @@ class PPOStage:
         """Evaluate the newest weights now, unless that is done. Returns the mean and the half-width of the 95% interval
         of each metric. Returns {} if there are no prompts to answer. It counts as an evaluation for keepBest and
         stopAfterNoGain. Raises ValueError in a job with `ppo.lag`, because its rollouts hold other weights."""
-        if self._open is not None:
+        if self._spec.ppo.lag:
             raise ValueError("the newest weights cannot be evaluated with spec.ppo.lag above 0; set lag to 0")
         version = self._session.step
         if self._evaluation.wanted(version):
@@ -265,11 +265,11 @@ class PPOStage:
         """Whether PPO has ended, because all iterations are done or the last evaluations brought no gain for long
         enough.
 
-        With `ppo.lag`, only evaluations of versions count that have certainly drawn samples. So the answer depends on
-        the iteration alone."""
+        Only evaluations of versions count that have certainly run. So the answer depends on the iteration alone."""
         if self._session.step >= self._spec.ppo.iterations:
             return True
-        through = self._session.step - (0 if self._open is None else 1 + self._spec.ppo.lag)
+        step = self._session.step
+        through = step if self._draws_next(step) else step - 1 - self._spec.ppo.lag
         reason = self._evaluation.reason_to_stop(through)
         if reason is None:
             return False
@@ -285,9 +285,6 @@ class PPOStage:
         iteration = experience.iteration
         if iteration != self._session.step + 1:
             raise ValueError(f"experience of iteration {iteration} given, {self._session.step + 1} expected")
-        if self._open is not None:
-            await self._saved()
-            await self._kept.set_aside(self._session.step)
         if self._records.store.get(f"ppo/{iteration}/facts") is None:
             facts = self._facts(iteration)
             if facts.train_actor and self._scheduling is not None:
@@ -296,13 +293,15 @@ class PPOStage:
             digest = await asyncio.to_thread(self._records.batches.write, iteration, experience.arrays)
             self._records.store.put_all({f"ppo/{iteration}/facts": facts.as_json(), f"ppo/{iteration}/batch": digest})
         await self._records.keep_text(self._spec.samples, experience)
-        await self._maker.in_batch(iteration)
-        with self._records.timeline.phase("training", self._of(iteration)):
+        samples, timeline = self._records.store.samples, self._records.timeline
+        await in_slices(lambda rows: samples.advance(iteration, State.IN_BATCH, rows))
+        with timeline.phase("training", iteration):
             self._records.progress.update(phase="training")
             await self._saved()
+            await self._kept.set_aside(self._session.step)
             await self._maker.rest()
             result = await self._session.run_step()
-            self._records.timeline.add(span.model_copy(update={"iteration": iteration}) for span in result.spans)
+            timeline.add(span.model_copy(update={"iteration": iteration}) for span in result.spans)
             if self._scheduling is not None:
                 self._scheduling.learn(result)
             measured = await asyncio.to_thread(self._measured, experience.arrays, result)
@@ -310,11 +309,12 @@ class PPOStage:
             if self._facts(iteration).train_actor:
                 self._kl.update(measured.get("kl", math.nan), len(experience.responses))
             self._records.store.put("ppo/progress", {"step": iteration, "kl_coef": self._kl.coef})
-            await self._maker.trained(iteration)
-        if self._open is None:
-            with self._records.timeline.phase("weights"):
+            await in_slices(lambda rows: samples.advance(iteration, State.TRAINED, rows))
+        if self._draws_next(iteration):
+            with timeline.phase("weights", iteration):
                 self._records.progress.update(phase="weights")
-                await self._sync.publish(iteration)
+                await self._weights.publish(iteration)
+            self._records.metrics.weight_version.set(iteration)
         if iteration % self._spec.checkpoint.every_steps == 0:
             # The trainers have nothing to do while the next iteration's samples are generated.
             self._saving = asyncio.create_task(self._checkpoint(iteration))
@@ -324,14 +324,10 @@ class PPOStage:
         except UnhealthyError:
             await self._saved()  # --resume needs it
             raise
-        if self._open is None:
+        if self._draws_next(iteration):
             await self._evaluate(iteration)
-            self._records.timeline.begin()
+            timeline.begin()
         return metrics
-
-    def _of(self, iteration: int) -> int | None:
-        """The iteration to which the timeline counts a phase. None if the phases follow each other."""
-        return None if self._open is None else iteration
 
     def _measured(self, arrays: Arrays, result: CommandResult) -> dict[str, float]:
         """The iteration's metrics without its times."""
@@ -368,13 +364,10 @@ class PPOStage:
         """Record the times of a finished iteration, and begin the next one."""
         records, timeline = self._records, self._records.timeline
         wall = clock.now() - timeline.started
-        timed = timeline.phases if self._open is None else timeline.of(iteration)
+        phases = with_other(timeline.of(iteration), wall, self._spec.ppo.lag)
         timeline.forget_through(iteration)
-        # Generation and inference run while the trainers train.
-        own = timed if self._open is None else {name: timed.get(name, 0.0) for name in ("waiting", "training")}
-        phases = {**timed, "other": other_seconds(wall, own)}
         facts = self._maker.facts.pop(iteration, {})
-        if self._open is not None:
+        if self._spec.ppo.lag:
             facts["synchronous_seconds"] = one_after_the_other(phases)
         records.results.add_iteration(len(arrays["scores"]), wall, phases, facts.get("synchronous_seconds"))
         metrics = self._record(iteration, arrays, measured, phases, wall, facts)
@@ -427,8 +420,6 @@ class PPOStage:
         gauges = records.metrics
         gauges.reward.set(metrics["reward"])
         gauges.kl.set(metrics.get("kl", math.nan))
-        if self._open is None:
-            gauges.weight_version.set(iteration)
         gauges.stage_step.labels("ppo").set(iteration)
         gauges.steps.labels("ppo").inc()
         records.progress.update(iteration=iteration, metrics=metrics, phase=None, health=health)

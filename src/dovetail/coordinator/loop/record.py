@@ -9,6 +9,7 @@ from dovetail.coordinator.reporting.run_records import RunRecords
 from dovetail.coordinator.samples.fusion.account import StageAccount, account, totals
 from dovetail.coordinator.samples.fusion.fusion import StageFusion
 from dovetail.coordinator.samples.in_flight import Generated
+from dovetail.coordinator.samples.lineup import Turn
 from dovetail.protocol.messages import Span
 from dovetail.protocol.process.process_names import COORDINATOR, rollout_of
 
@@ -20,20 +21,20 @@ def record(
     records: RunRecords,
     setting: str | float,
     scorers: int,
-    iteration: int,
+    turn: Turn,
     fusion: StageFusion,
     done: Generated,
     begun: float,
     generated: float,
     scoring: Sequence[Span],
-    lane: str | None = None,
 ) -> dict[str, float]:
     """Record the fusion of an iteration that ends now. Returns its `fusion_...` metrics.
 
     `setting` is `spec.plan.interStageFusion`, and `scorers` is the number of scorers. The stage began at `begun`, and
     its last sample was generated at `generated`, in seconds since the epoch. `scoring` has one span for each scored
-    chunk. `lane` is the timeline's lane if other iterations are open at the same time. A server without samples of this
-    iteration is then not idle."""
+    chunk."""
+    # If other iterations are open, a server without samples of this one is not idle.
+    lane = None if turn.alone else turn.lane
     by_rollout: dict[str, list[Span]] = {}
     for span in scoring:
         by_rollout.setdefault(rollout_of(span.process), []).append(span)
@@ -63,7 +64,7 @@ def record(
     records.store.put(TOTALS, sums)
     last = {"threshold": fusion.threshold, "migrated": facts["fusion_migrated"]}
     records.results.fact("fusion", {"setting": setting, **last, **sums})
-    records.log("fusion.done", iteration=iteration, **{k: round(v, 4) for k, v in facts.items()})
+    records.log("fusion.done", iteration=turn.iteration, **{k: round(v, 4) for k, v in facts.items()})
     return facts
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dovetail.coordinator.coordinated_job import CoordinatedJob
+from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.schedules.step_commands import supervised_step
 from dovetail.coordinator.schedules.stored_schedule import applies, scheduled
 from dovetail.coordinator.serving.served_batches import Batches
@@ -124,9 +124,7 @@ class SupervisedStages:
 
     `steps(stage)` returns the number of steps of a stage. Only exported models of the job's run are accepted."""
 
-    def __init__(
-        self, job: CoordinatedJob, session: TrainerSession, batches: Batches, steps: Callable[[Stage], int]
-    ) -> None:
+    def __init__(self, job: Job, session: TrainerSession, batches: Batches, steps: Callable[[Stage], int]) -> None:
         self._spec, self._plan, self._models, self._run_id = job.spec, job.plan, job.folder / "models", job.run
         self._records, self._session, self._sources = job.records, session, job.sources
         self._settled = Settled(job.spec, job.records.store)

@@ -14,18 +14,14 @@ from dovetail.protocol.process.process_names import COORDINATOR
 
 
 class Timeline:
-    """Collects the spans of one iteration at a time. These end between two calls of `begin`. `phases` has the
-    coordinator's own phases, in seconds.
-
-    If generation runs while the trainers train, a phase may belong to another iteration than the one that ends next.
-    Its seconds are then in `of(iteration)`."""
+    """Collects the spans that end between two calls of `begin`, and the seconds of each iteration's phases. If
+    generation runs while the trainers train, a phase may belong to another iteration than the one that ends next."""
 
     def __init__(self, run_dir: Path) -> None:
         self._dir = run_dir / "traces"
         self._dir.mkdir(parents=True, exist_ok=True)
         self._spans: list[Span] = []
         self._counters: dict[str, list[tuple[float, float]]] = {}
-        self.phases: dict[str, float] = {}
         self._of: dict[int, dict[str, float]] = {}
         self.started = clock.now()
 
@@ -33,7 +29,6 @@ class Timeline:
         """Start an iteration. Spans of the last iteration that were not written are dropped."""
         self._spans = []
         self._counters = {}
-        self.phases = {}
         self.started = clock.now()
 
     def add(self, spans: Iterable[Span]) -> None:
@@ -48,14 +43,14 @@ class Timeline:
         return [s for s in self._spans if s.name == name]
 
     @contextmanager
-    def phase(self, name: str, iteration: int | None = None, lane: str = "phases") -> Iterator[None]:
-        """Measure a phase. It belongs to `iteration`, or to the iteration that ends next if that is None."""
+    def phase(self, name: str, iteration: int, lane: str = "phases") -> Iterator[None]:
+        """Measure a phase of an iteration."""
         start = clock.now()
         try:
             yield
         finally:
             end = clock.now()
-            phases = self.phases if iteration is None else self._of.setdefault(iteration, {})
+            phases = self._of.setdefault(iteration, {})
             phases[name] = phases.get(name, 0.0) + end - start
             self._spans.append(
                 Span(name=name, process=COORDINATOR, lane=lane, start=start, end=end, iteration=iteration)

@@ -42,10 +42,21 @@ MOST_FINISHED = 256
 TOKEN_BYTES = 4
 
 
-# The function gets the unfinished samples and the instances that may take work. Each sample comes with its instance, or
-# with None if it waits for one. It returns the instances on which the remaining samples gather, once it is time. Before
-# that it returns None or nothing.
-Tail = Callable[[Sequence[tuple[Key, str | None]], Collection[str]], Collection[str] | None]
+class DrawingFollower:
+    """Follows a drawing. These methods do nothing."""
+
+    def finished(self, sample: Sample) -> None:
+        """A sample is stored as generated. Samples that were generated before, or that are stored while the drawing is
+        cancelled or fails, are not told. Ask the store for these."""
+
+    def progress(self, done: int, total: int, tokens: int) -> None:
+        """Samples and tokens so far. It is called after each flush."""
+
+    def gather(self, unfinished: Sequence[tuple[Key, str | None]], able: Collection[str]) -> Collection[str] | None:
+        """The instances on which the remaining samples gather, once it is time. Before that None or nothing. All
+        remaining samples then migrate there, as long as one of them lives. `unfinished` has each sample with its
+        instance, or with None if it waits for one. `able` may take work."""
+        return None
 
 
 @dataclass
@@ -75,25 +86,21 @@ class Drawing:
     def __init__(
         self,
         shared: Shared,
-        iteration: int,
+        turn: Turn,
         samples: Sequence[Sample],
-        on_finished: Callable[[Sample], None] | None = None,
-        progress: Callable[[int, int, int], None] | None = None,
-        tail: Tail | None = None,
+        follower: DrawingFollower,
         generation: Generation | None = None,
-        turn: Turn | None = None,
     ) -> None:
-        """`turn` is the iteration's place among the open ones. It is None if no other iteration is open."""
+        """`turn` is the iteration that is drawn."""
         self._shared = shared
         self._store, self._fleet, self._log, self._clock = shared.store, shared.fleet, shared.log, shared.clock
         self._settings, self._requests = shared.settings, shared.requests
         self._generation = generation or shared.generation
         self._kv = shared.kv
-        self._iteration = iteration
-        self._on_finished, self._progress, self._tail, self._turn = on_finished, progress, tail, turn
+        self._iteration, self._turn, self._follower = turn.iteration, turn, follower
         self._pending = [Work.of(s) for s in samples]
         if shared.replay:
-            pieces = self._store.samples.experts(iteration)
+            pieces = self._store.samples.experts(turn.iteration)
             for work in self._pending:
                 work.reported = reported_tokens(pieces.get(work.key, ()))
         self._total = len(self._pending)
@@ -107,8 +114,7 @@ class Drawing:
     async def run(self) -> Generated:
         """Generate and store every sample. Raises GenerationError or StoreError."""
         result, started = Generated(), self._clock()
-        if self._turn is not None:
-            self._turn.draws(self, own=self._iteration == self._turn.iteration)
+        self._turn.draws(self)
         result.tail.append((time.time(), self._total))
         self._fleet.listeners.append(self._wake.set)
         try:
@@ -119,8 +125,8 @@ class Drawing:
         result.seconds = self._clock() - started
         self._shared.step = mean_step(self._flying.activity.values()) or self._shared.step
         result.migrations, result.instances = self._migrations, dict(self._flying.activity)
-        version = None if self._turn is None else self._turn.version
-        result.spans = [a.span(name, self._iteration, version) for name, a in sorted(self._flying.activity.items())]
+        spans = (a.span(name, self._iteration, self._turn.version) for name, a in self._flying.activity.items())
+        result.spans = sorted(spans, key=lambda span: span.process)
         return result
 
     def remaining(self) -> tuple[int, Mapping[str, int]]:
@@ -167,7 +173,7 @@ class Drawing:
             self._assign(eligible)
             self._watch()
             now = self._clock()
-            if self._flying or eligible or not (self._turn is None or self._turn.first):
+            if self._flying or eligible or not self._turn.first:
                 idle_since = None
             elif idle_since is None:
                 idle_since = now
@@ -194,24 +200,20 @@ class Drawing:
             self._gather()
             for key in done:
                 result.samples += 1
-                if self._on_finished is not None:
-                    self._on_finished(self._store.samples.get(key))
+                self._follower.finished(self._store.samples.get(key))
             if done:
                 result.tail.append((time.time(), len(self._pending) + len(self._flying)))
             result.tokens = sum(a.tokens for a in self._flying.activity.values())
-            if self._progress is not None:
-                self._progress(result.samples, self._total, result.tokens)
+            self._follower.progress(result.samples, self._total, result.tokens)
 
     def _eligible(self) -> list[Instance]:
         """The instances that may get work. After the tail was gathered these are its destinations, unless all of them
         have failed."""
-        everyone = [i for i in self._fleet.eligible(KIND) if self._turn is None or self._turn.has(i)]
+        everyone = [i for i in self._fleet.eligible(KIND) if self._turn.has(i)]
         return [i for i in everyone if i.name in self._destinations] or everyone
 
     def _leave(self) -> None:
         """Move samples away from servers that another open iteration has taken over."""
-        if self._turn is None:
-            return
         self._turn.settle()
         for name in list(self._flying.counts):
             if (reason := self._turn.lost(name)) is not None:
@@ -220,12 +222,12 @@ class Drawing:
                     self._end(works, reason)
 
     def _gather(self) -> None:
-        """Ask `tail` where to gather the remaining samples. When it names destinations, move the samples of all other
-        instances there."""
-        if self._tail is None or self._destinations or not (self._pending or self._flying):
+        """Ask the follower where to gather the remaining samples. When it names destinations, move the samples of all
+        other instances there."""
+        if self._destinations or not (self._pending or self._flying):
             return
         unfinished = [*((w.key, None) for w in self._pending), *((w.key, w.instance) for w in self._flying)]
-        chosen = self._tail(sorted(unfinished, key=lambda u: u[0]), [i.name for i in self._fleet.eligible(KIND)])
+        chosen = self._follower.gather(sorted(unfinished, key=lambda u: u[0]), [i.name for i in self._eligible()])
         if chosen:
             self._destinations = frozenset(chosen)
             moving = [w for w in self._flying if w.instance not in self._destinations]

@@ -7,58 +7,59 @@ first server."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from dovetail.coordinator.samples.drawing import Drawing, Shared, Tail
+from dovetail.coordinator.coordinated_job import Job
+from dovetail.coordinator.samples.allotment import Allotment
+from dovetail.coordinator.samples.drawing import Drawing, DrawingFollower, Shared
 from dovetail.coordinator.samples.in_flight import Generated, GenerationSettings, request_id
 from dovetail.coordinator.samples.kv_migration import KVMigration
-from dovetail.coordinator.samples.lineup import Turn
+from dovetail.coordinator.samples.lineup import Lineup, Turn, Versions
 from dovetail.coordinator.samples.migrations import StopStrings
 from dovetail.coordinator.samples.requests import Requests
 from dovetail.coordinator.samples.streams import Growing
-from dovetail.coordinator.store.samples import Sample, State
-from dovetail.coordinator.store.store import Store
+from dovetail.coordinator.store.samples import State
 from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.manifest.types import Generation
+from dovetail.protocol.sampling import asked_of_servers
 
 
 class Generator:
-    """Generates the samples of a job. `drain` may be called while `generate` runs.
+    """Generates the samples of a job on the rollouts of the fleet. `drain` may be called while `generate` runs.
 
-    `token` is the job's token. `clock` returns monotonic seconds. `decode` returns the text of tokens, with special
-    tokens. It is needed if the job has stop strings. With `replay`, servers must report which experts each token used.
-    Use it with `async with`, or call `close`."""
+    `weights` learns which version is needed. `token` is the job's token. `decode` returns the text of tokens, with
+    special tokens. It is needed if the job has stop strings. Use it with `async with`, or call `close`."""
 
     def __init__(
         self,
-        store: Store,
+        job: Job,
         fleet: Fleet,
-        generation: Generation,
+        weights: Versions,
         token: str,
-        log: Callable[..., None],
-        settings: GenerationSettings | None = None,
-        clock: Callable[[], float] = time.monotonic,
         decode: Callable[[Sequence[int]], str] | None = None,
-        replay: bool = False,
+        settings: GenerationSettings | None = None,
     ) -> None:
-        settings = settings or GenerationSettings()
-        self.kv = KVMigration(clock)
-        self._fleet = fleet
+        spec, log = job.spec, job.log
+        settings = settings or GenerationSettings(wait=job.start_seconds)
+        self.kv = KVMigration(job.clock)
+        self._fleet, self._samples = fleet, job.store.samples
+        gather = spec.plan.inter_stage_fusion not in ("Off", 0)
+        self._lineup = Lineup(fleet, weights, Allotment(spec.generation.max_concurrent, gather), spec.ppo.lag, log)
         self._shared = Shared(
-            store,
+            job.store,
             fleet,
-            generation,
+            asked_of_servers(spec),
             log,
             settings,
-            clock,
+            job.clock,
             self.kv,
             Requests(token, settings, log),
-            StopStrings(generation.stop, decode),
-            replay,
+            StopStrings(spec.generation.stop, decode),
+            spec.ppo.routing_replay,
         )
         self._drawings: dict[int, Drawing] = {}
-        for sample in store.take_interrupted():
+        for sample in job.store.take_interrupted():
             owner = (sample.instance or "", sample.incarnation or "")
             self._shared.leftovers.setdefault(owner, []).append(request_id(sample.key, sample.attempt))
 
@@ -72,33 +73,28 @@ class Generator:
         """Close the connections. It may be called again."""
         await self._shared.requests.close()
 
-    async def generate(
-        self,
-        iteration: int,
-        samples: Sequence[Sample] | None = None,
-        on_finished: Callable[[Sample], None] | None = None,
-        progress: Callable[[int, int, int], None] | None = None,
-        tail: Tail | None = None,
-        generation: Generation | None = None,
-        turn: Turn | None = None,
-    ) -> Generated:
-        """Generate every given sample, and store it. By default these are all pending ones of the iteration. Raises
-        GenerationError or StoreError.
+    @contextmanager
+    def open(self, iteration: int, version: int) -> Iterator[Turn]:
+        """Open an iteration, whose samples are in the store. It stays open until this context ends. Until then its
+        samples are drawn and scored, with this version of the weights."""
+        counts = self._samples.counts(iteration)
+        with self._lineup.open(iteration, version, sum(counts.values()), counts.get(State.PENDING, 0)) as turn:
+            yield turn
 
-        `on_finished` gets each sample when it is stored as generated. It does not get samples that were generated
-        before this call, or that are stored while the call is cancelled or fails. Ask the store for these.
-        `progress(done, total, tokens)` is called after each flush. When `tail` names instances, all remaining samples
-        migrate to these, as long as one of them lives. `generation` says how these samples are drawn, if it differs
-        from the job's other samples. Its limit of tokens and its stop strings must be the job's. When the call is
-        cancelled, the requests end and the tokens are kept. `turn` is the iteration's place among several open ones.
-        Without it no other call may run."""
-        if iteration in self._drawings or (self._drawings and turn is None):
+    async def generate(
+        self, turn: Turn, follower: DrawingFollower | None = None, generation: Generation | None = None
+    ) -> Generated:
+        """Generate every pending sample of the iteration, and store it. Raises GenerationError or StoreError.
+
+        `generation` says how these samples are drawn, if it differs from the job's other samples. Its limit of tokens
+        and its stop strings must be the job's. When the call is cancelled, the requests end and the tokens are
+        kept."""
+        iteration = turn.iteration
+        if iteration in self._drawings:
             raise RuntimeError("generate is already running")
-        chosen = self._shared.store.samples.samples(iteration, State.PENDING) if samples is None else samples
-        chosen = [s for s in chosen if s.state is State.PENDING]
-        self._drawings[iteration] = drawing = Drawing(
-            self._shared, iteration, chosen, on_finished, progress, tail, generation, turn
-        )
+        pending = self._samples.samples(iteration, State.PENDING)
+        drawing = Drawing(self._shared, turn, pending, follower or DrawingFollower(), generation)
+        self._drawings[iteration] = drawing
         try:
             return await drawing.run()
         finally:

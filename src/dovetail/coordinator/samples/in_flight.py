@@ -69,11 +69,9 @@ class Activity:
     decode: dict[int, tuple[int, float]] = field(default_factory=dict)
     prefills: dict[float, tuple[int, float]] = field(default_factory=dict)
 
-    def span(self, name: str, iteration: int, version: int | None = None) -> Span:
-        """The span on the timeline. `version` is the version of the weights, if several may be in use."""
-        args = {"samples": self.samples, "tokens": self.tokens}
-        if version is not None:
-            args["weights"] = version
+    def span(self, name: str, iteration: int, version: int) -> Span:
+        """The span on the timeline. `version` is the version of the weights."""
+        args = {"samples": self.samples, "tokens": self.tokens, "weights": version}
         return Span(name="generation", process=name, start=self.start, end=self.end, iteration=iteration, args=args)
 
     def decoded(self, batch: int, steps: int, seconds: float) -> None:

@@ -1,16 +1,19 @@
-"""Keeps the open iterations and the servers of each (`ppo.lag`). It carries out the decisions of the allotment."""
+"""Keeps the open iterations and the servers of each. It carries out the decisions of the allotment.
+
+Without a lag one iteration at a time is open, and all servers draw it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from dovetail.coordinator.samples.allotment import Allotment, Left
 from dovetail.coordinator.workers.fleet import Fleet, Instance
 
 KIND = "rollout"
+T = TypeVar("T")
 
 
 class Drawn(Protocol):
@@ -23,9 +26,15 @@ class Drawn(Protocol):
         """Whether a server has any of its samples."""
 
 
+class Versions(Protocol):
+    """The part of `Weights` that is used here."""
+
+    def begin(self, version: int) -> None: ...
+
+
 class Turn:
-    """One open iteration. `version` is the version of the weights that draw and score it. `total` is its number of
-    samples, of which `unfinished` are still to be drawn."""
+    """One open iteration, or one evaluation. `version` is the version of the weights that draw and score it. `total` is
+    its number of samples, of which `unfinished` are still to be drawn."""
 
     def __init__(self, lineup: Lineup, iteration: int, version: int, total: int, unfinished: int) -> None:
         self._lineup = lineup
@@ -34,11 +43,9 @@ class Turn:
         self._unfinished = unfinished
         self._drawing: Drawn | None = None
 
-    def draws(self, drawing: Drawn, own: bool = True) -> None:
-        """Record that from now on `drawing` knows how many samples are left. `own` says whether it draws this
-        iteration's own samples, and not others that come before them."""
-        self._drawing = drawing
-        self._unfinished = 0 if own else self._unfinished
+    def draws(self, drawing: Drawn) -> None:
+        """Record that from now on `drawing` knows how many samples are left."""
+        self._drawing, self._unfinished = drawing, 0
 
     @property
     def left(self) -> Left:
@@ -48,6 +55,16 @@ class Turn:
     def on(self, name: str) -> bool:
         """Whether a server has samples of this iteration."""
         return self._drawing is not None and self._drawing.on(name)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other iteration is ever open with this one, and the trainers wait for it."""
+        return not self._lineup.lag
+
+    @property
+    def lane(self) -> str:
+        """The timeline's lane. There are as many lanes as iterations may be open."""
+        return "phases" if self.alone else f"samples {1 + (self.iteration - 1) % (self._lineup.lag + 1)}"
 
     @property
     def first(self) -> bool:
@@ -97,20 +114,16 @@ class Turn:
 
 
 class Lineup:
-    """The open iterations of a job. It tells `fleet` which weights each server must hold. `on_first(version)` is called
-    with the version of the oldest open iteration whenever that changes. Scorers take that version, and so do servers
-    that no iteration can use yet. `capacity` and `gather` are those of `Allotment`."""
+    """The open iterations of a job. `lag` iterations may be open after the oldest one. It tells `fleet` which weights
+    each server must hold. The version of the oldest one is the current version of `weights`. Scorers take that version,
+    and so do servers that no iteration can use yet."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        capacity: int,
-        gather: bool,
-        log: Callable[..., None],
-        on_first: Callable[[int], None] = lambda version: None,
+        self, fleet: Fleet, weights: Versions, allotment: Allotment, lag: int, log: Callable[..., None]
     ) -> None:
-        self._fleet, self._log, self._on_first = fleet, log, on_first
-        self._allotment = Allotment(capacity, gather)
+        self._fleet, self._weights, self._log = fleet, weights, log
+        self._allotment = allotment
+        self.lag = lag
         self._turns: dict[int, Turn] = {}
         self._told: dict[str, int] = {}
 
@@ -150,9 +163,10 @@ class Lineup:
         lefts = [turn.left for turn in self._turns.values()]
         usable = self._fleet.usable(KIND)
         self._allotment.settle(lefts, {i.name: i.weight_version for i in usable}, {i.name for i in usable if i.refused})
-        # A server that no iteration needs keeps its weights. One that refused a transfer must first show that it can
-        # take weights again.
-        wanted = {i.name: i.weight_version for i in usable if i.weight_version is not None and not i.refused}
+        # With a lag, a server that no iteration needs keeps its weights, because the next iterations may need newer
+        # ones. One that refused a transfer must first show that it can take weights again.
+        keep = [i for i in usable if self.lag and not i.refused]
+        wanted = {i.name: i.weight_version for i in keep if i.weight_version is not None}
         for name in (i.name for i in usable):
             if (number := self._allotment.of(name)) is not None:
                 turn = self._turns[number]
@@ -165,12 +179,48 @@ class Lineup:
             wanted |= dict.fromkeys(left.on, left.version)
         self._fleet.want(wanted)
 
-    def end(self) -> None:
-        """Call it when no more iterations will be drawn. From then on all servers take the current version."""
-        self._fleet.want({})
-
     def _oldest_changed(self) -> None:
         if (first := self.first) is not None:
             self._fleet.publish(first.version)
-            self._on_first(first.version)
+            self._weights.begin(first.version)
             first.give(first=True)
+
+
+class OpenIterations(Generic[T]):
+    """The open iterations of a job. `make(iteration)` makes the experience of an iteration in the background. `make`
+    decides which servers each iteration uses.
+
+    Up to `lag` iterations after the taken one may be open. `last` is the job's last iteration. Which iterations are
+    open depends only on which were taken, never on time. When iteration i is taken, all iterations up to i + lag are
+    open."""
+
+    def __init__(self, make: Callable[..., Coroutine[Any, Any, T]], lag: int, last: int) -> None:
+        self._make, self._lag, self._last = make, lag, last
+        self._tasks: dict[int, asyncio.Task[T]] = {}
+
+    @property
+    def numbers(self) -> list[int]:
+        """The open iterations that were not taken yet, in ascending order."""
+        return sorted(self._tasks)
+
+    def open_through(self, iteration: int, *given: object) -> None:
+        """Open this iteration, and up to `lag` iterations after it. `make` gets what is `given`."""
+        for number in range(iteration, max(iteration, min(iteration + self._lag, self._last)) + 1):
+            if number not in self._tasks:
+                self._tasks[number] = asyncio.create_task(self._make(number, *given))
+
+    async def take(self, iteration: int) -> T:
+        """Wait for the iteration's experience and return it. Raises what `make` raised. It is then made anew the next
+        time."""
+        self.open_through(iteration)
+        try:
+            return await self._tasks[iteration]
+        finally:
+            self._tasks.pop(iteration, None)
+
+    async def close(self) -> None:
+        """Cancel all open iterations. What they have stored stays in the store."""
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -20,32 +21,37 @@ from dovetail.protocol.messages import Span
 from dovetail.protocol.process.process_names import COORDINATOR
 
 
+@dataclass(frozen=True)
+class RewardFunctions:
+    """The reward functions of a job. `text` decodes a response. `calls` must be open."""
+
+    calls: Calls
+    samples: SampleTable
+    text: Callable[[Finished], Awaitable[ResponseText]]
+
+
 class Rewards:
     """The reward functions of one iteration. It is an async context manager. Outside of it nothing is called. Each
     result is stored at once, and a stored result is not requested again. So results do not depend on the timing of
     samples or on the number of workers.
 
-    `text` decodes a response. `on_score` gets each sample's weighted sum. `check` and `finish` raise what it raised.
-    `calls` must be open."""
+    `on_score` gets each sample's weighted sum. `check` and `finish` raise what it raised."""
 
     def __init__(
         self,
+        functions: RewardFunctions,
         iteration: int,
-        calls: Calls,
-        samples: SampleTable,
         records: Sequence[PromptRecord],
         samples_per_prompt: int,
-        text: Callable[[Finished], Awaitable[ResponseText]],
         on_score: Callable[[Key, float], None],
         on_span: Callable[[Span], None] = lambda _: None,
     ) -> None:
         self._iteration = iteration
-        self._calls = calls
-        self._samples = samples
+        self._calls, self._samples, self._text = functions.calls, functions.samples, functions.text
         self._records = records
         self._per_prompt = samples_per_prompt
-        self._text, self._on_score, self._on_span = text, on_score, on_span
-        self._known = samples.rewards(iteration)
+        self._on_score, self._on_span = on_score, on_span
+        self._known = self._samples.rewards(iteration)
         self._responses: dict[Key, asyncio.Future[ResponseText]] = {}
         self._groups: dict[int, list[Key]] = {}
         self._left = 0

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 import aiohttp
 import numpy as np
@@ -166,36 +167,46 @@ async def load_models(
             raise aiohttp.ClientError(f"{scorer.name} could not load its models: {(await response.text())[:500]}")
 
 
+class ScorerPool(Protocol):
+    """The scorers that `Inference` asks."""
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """It sends the job's token."""
+
+    def scorers(self) -> Sequence[Scorer]:
+        """The scorers that may take a chunk now."""
+
+    def everyone(self) -> int:
+        """The number of all scorers, which decides the size of chunks."""
+
+    def gone(self, scorer: Scorer) -> bool:
+        """Whether a process will never answer. Then its chunk goes to another one."""
+
+    def failed(self, scorer: Scorer, reason: str) -> None: ...
+    def succeeded(self, scorer: Scorer) -> None: ...
+
+
 class Inference:
     """Scores samples as they are added. It is an async context manager. Outside of it nothing runs.
 
-    `want` has some of "reference", "reward" and "critic". `scorers` returns the scorers that may take a chunk now.
-    `poke` says that its answer may have changed. `everyone` returns the number of all scorers, which decides the size
-    of chunks. `gone` says that a process will never answer. Then its chunk goes to another one. `on_scores` gets the
-    scores of each chunk. `chunk_seconds` is the time limit of a chunk. `clock` returns monotonic seconds. `check` and
-    `finish` raise what these functions raised."""
+    `want` has some of "reference", "reward" and "critic". `poke` says that `pool.scorers` may have changed. `on_scores`
+    gets the scores of each chunk. `chunk_seconds` is the time limit of a chunk. `clock` returns monotonic seconds.
+    `check` and `finish` raise what `pool` and these functions raised."""
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        pool: ScorerPool,
         want: Sequence[str],
-        scorers: Callable[[], Sequence[Scorer]],
         on_scores: Callable[[list[Scores]], None],
-        on_failure: Callable[[Scorer, str], None],
-        on_success: Callable[[Scorer], None] = lambda _: None,
         on_span: Callable[[Span], None] = lambda _: None,
         chunk_seconds: float = 900.0,
-        everyone: Callable[[], int] = lambda: 1,
-        gone: Callable[[Scorer], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._session = session
+        self._pool = pool
         self._want = list(want)
-        self._scorers = scorers
-        self._on_scores, self._on_failure, self._on_success, self._on_span = on_scores, on_failure, on_success, on_span
+        self._on_scores, self._on_span = on_scores, on_span
         self._chunk_seconds = chunk_seconds
-        self._everyone = everyone
-        self._gone = gone
         self._clock = clock
         self._waiting = Waiting()
         self._streams = Streams()
@@ -244,10 +255,10 @@ class Inference:
     def follow(self, left: int, growing: Callable[[], Sequence[Growing]]) -> None:
         """Record that `left` samples are not generated yet. If they are few enough, idle scorers may compute parts
         of them."""
-        self._growing = growing() if 0 < left <= STREAMED_PER_SCORER * self._everyone() else ()
+        self._growing = growing() if 0 < left <= STREAMED_PER_SCORER * self._pool.everyone() else ()
 
     def poke(self) -> None:
-        """Ask `scorers` again which scorers are free."""
+        """Ask the pool again which scorers are free."""
         self._wake.set()
 
     def check(self) -> None:
@@ -284,10 +295,10 @@ class Inference:
             for name, chunk in list(self._busy.items()):
                 if chunk.task.done():
                     del self._busy[name]
-                elif self._gone(chunk.scorer):
+                elif self._pool.gone(chunk.scorer):
                     self._take_back(chunk)
             if self._waiting or self._at_home or self._growing:
-                self._hand_to(self._scorers())
+                self._hand_to(self._pool.scorers())
             # While samples are left, this loop wakes up by itself, even if all of them are being scored. A failed chunk
             # comes back without a signal, because a scorer that always fails must not be asked in a tight loop.
             idle = RETRY_SECONDS if self._left else None
@@ -315,7 +326,7 @@ class Inference:
                 self._begin(scorer, [], self._look(scorer, growing))
                 continue
             if not samples and self._waiting:
-                samples = self._waiting.take(max(len(allowed), self._everyone()))
+                samples = self._waiting.take(max(len(allowed), self._pool.everyone()))
             if samples:
                 self._begin(scorer, samples, self._score(scorer, samples))
 
@@ -331,10 +342,10 @@ class Inference:
             for g in growing
         ]
         try:
-            held = await _show(self._session, scorer, samples, self._want, self._chunk_seconds)
+            held = await _show(self._pool.session, scorer, samples, self._want, self._chunk_seconds)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             self._last_failure = f"{scorer.name}: {error_text(error)}"
-            self._on_failure(scorer, self._last_failure)
+            self._pool.failed(scorer, self._last_failure)
             # The scorer may have lost what it computed before.
             self._streams.end([sample.key for sample in samples])
             return
@@ -342,7 +353,7 @@ class Inference:
             self._error = error
             self._done.set()
             return
-        self._on_success(scorer)
+        self._pool.succeeded(scorer)
         for sample, count in zip(samples, held, strict=True):
             self._streams.held(scorer.process, sample.key, len(sample.prompt), count)
         args = {"n": len(samples), "tokens": sum(tokens), "unfinished": True}
@@ -376,12 +387,12 @@ class Inference:
     async def _try(self, scorer: Scorer, chunk: list[Finished]) -> bool:
         started = time.time()
         try:
-            answer = await _score_chunk(self._session, scorer, chunk, self._want, self._chunk_seconds)
+            answer = await _score_chunk(self._pool.session, scorer, chunk, self._want, self._chunk_seconds)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             self._last_failure = f"{scorer.name}: {error_text(error)}"
-            self._on_failure(scorer, self._last_failure)
+            self._pool.failed(scorer, self._last_failure)
             return False
-        self._on_success(scorer)
+        self._pool.succeeded(scorer)
         args = {"n": len(chunk), "tokens": sum(len(s) - self._streams.seen(s.key) for s in chunk)}
         self._streams.end([sample.key for sample in chunk])
         self._on_span(Span(name="inference", process=scorer.name, start=started, end=time.time(), args=args))

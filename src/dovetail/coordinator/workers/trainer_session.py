@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.store.identity import check_own, delete_folder
 from dovetail.coordinator.store.store import StoreError
@@ -72,25 +73,19 @@ class TrainerSession:
 
     def __init__(
         self,
+        job: Job,
         group: TrainerGroup,
-        records: StepRecords,
-        run_dir: Path,
-        keep: int,
-        join_timeout: float,
-        log: Callable[..., None],
-        run: str = "",
     ) -> None:
-        """`group` has the trainer ranks, and `keep` checkpoints are kept. The ranks may take `join_timeout` seconds to
-        join. `run` is the run's id, which is written into its checkpoints and exports."""
-        self._run = run
+        """`group` has the trainer ranks. The run's id is written into its checkpoints and exports."""
+        self._run = job.run
         # It is set once the job's models are known. It says before each load whether they are what they were.
         self.folders: ModelFolders | None = None
         self._group = group
-        self._records = records
-        self._dir = run_dir / "checkpoints"
-        self._keep = keep
-        self._join_timeout = join_timeout
-        self._log = log
+        self._records: StepRecords = job.store
+        self._dir = job.folder / "checkpoints"
+        self._keep = job.spec.checkpoint.keep
+        self._join_timeout = job.start_seconds
+        self._log = job.log
         self._lock = asyncio.Lock()
         self._plan: StagePlan | None = None
         self._step = 0
@@ -296,12 +291,17 @@ class TrainerSession:
                 self._log("trainers.recover", version=version, reason=str(lost))
         return None
 
+    @property
+    def keeps_versions(self) -> bool:
+        """Whether the ranks keep older versions, and send them while they train (`at_version`)."""
+        return self._lag > 0
+
     def can_send(self, version: int) -> bool:
         """Whether the ranks can send this version of the weights now. It is False if they must be restored first, or if
         one of them seems to be frozen."""
         if self._group.quiet:
             return False
-        if self._lag:
+        if self.keeps_versions:
             return version in self._group.versions
         return self._plan is not None and self._group.position == TrainerPosition(self._plan.stage, version)
 
@@ -363,7 +363,9 @@ class TrainerSession:
         """Whether ranks that hold a step cannot provide the needed version, because they do not keep it and will not
         compute it."""
         plan, version = self._plan, self._needed
-        if plan is None or version is None or self._is_over(version) or position.stage is not plan.stage:
+        if plan is None or position.stage is not plan.stage or not plan.lag:
+            return False
+        if version is None or self._is_over(version):
             return False
         return version <= position.step and version not in self._group.versions
 

@@ -45,7 +45,7 @@ class Texts:
                 kept = place
             elif not self._is_blank(ids[place]):
                 break
-        return ResponseText(self._decode(ids[:kept]), self._decode(ids))
+        return ResponseText(self.decode(ids[:kept]), self.decode(ids))
 
     async def later(self, tokens: NDArray[np.int32]) -> ResponseText:
         """The same, computed in a thread while the event loop goes on."""
@@ -55,12 +55,13 @@ class Texts:
         """Stop decoding. A second call does nothing."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, with special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def _is_blank(self, token: int) -> bool:
         if token not in self._blank:
-            self._blank[token] = not self._decode([token]).strip()
+            self._blank[token] = not self.decode([token]).strip()
         return self._blank[token]
 
 

@@ -3,17 +3,18 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from dovetail.coordinator.samples.drawing import DrawingFollower
 from dovetail.coordinator.samples.fusion.fusion import StageFusion
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.in_flight import Generated
 from dovetail.coordinator.samples.lineup import Turn
 from dovetail.coordinator.samples.scoring import Finished
 from dovetail.coordinator.samples.streams import Growing
-from dovetail.coordinator.store.samples import Sample, SampleTable, State
+from dovetail.coordinator.store.samples import Key, Sample, SampleTable, State
 
 
 class Scoring(Protocol):
@@ -30,45 +31,48 @@ def _finished(sample: Sample) -> Finished:
     return Finished(sample.key, sample.prompt_tokens, sample.tokens)
 
 
-async def generate_and_score(
-    iteration: int,
-    samples: SampleTable,
-    generator: Generator,
-    inference: Scoring,
-    fusion: StageFusion,
-    deadline_seconds: float,
-    phase: Callable[[str], AbstractContextManager[None]],
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-    turn: Turn | None = None,
-) -> Generated:
-    """Generate and score an iteration. Returns when `on_scores` of `inference` has had every sample of the iteration
-    that was not scored before.
+class FusedStage(DrawingFollower):
+    """Generates and scores an iteration. `inference` must ask `fusion.may_score`. `on_progress(done, total)` follows
+    generation."""
 
-    `inference` must ask `fusion.may_score`. `deadline_seconds` is the longest time without a scored sample. `phase`
-    measures two times: "generation" until the last sample is generated, and "inference" after that. `on_progress(done,
-    total)` follows generation. `turn` is the iteration's place among several open ones. They are scored one after
-    another, and the turn decides which servers draw which iteration. Raises what generation and inference raise."""
+    def __init__(
+        self,
+        turn: Turn,
+        samples: SampleTable,
+        generator: Generator,
+        inference: Scoring,
+        fusion: StageFusion,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._turn, self._samples, self._generator = turn, samples, generator
+        self._inference, self._fusion, self._on_progress = inference, fusion, on_progress
 
-    def progress(done: int, total: int, tokens: int) -> None:
-        on_progress(done, total)
-        inference.check()
-        if fusion.threshold is not None:
-            inference.follow(total - done, lambda: generator.growing(iteration))
+    async def run(self, deadline_seconds: float, phase: Callable[[str], AbstractContextManager[None]]) -> Generated:
+        """Returns when `on_scores` of `inference` has had every sample of the iteration that was not scored before.
+
+        `deadline_seconds` is the longest time without a scored sample. `phase` measures two times: "generation" until
+        the last sample is generated, and "inference" after that. Open iterations are scored one after another. Raises
+        what generation and inference raise."""
+        self._inference.add(_finished(s) for s in self._samples.samples(self._turn.iteration, State.GENERATED))
+        with phase("generation"):
+            done = await self._generator.generate(self._turn, self)
+        await self._turn.wait_first()
+        with phase("inference"):
+            self._fusion.generated = True
+            await self._inference.finish(deadline_seconds)
+        return done
+
+    def finished(self, sample: Sample) -> None:
+        self._inference.add([_finished(sample)])
+
+    def progress(self, done: int, total: int, tokens: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(done, total)
+        self._inference.check()
+        if self._fusion.threshold is not None:
+            self._inference.follow(total - done, lambda: self._generator.growing(self._turn.iteration))
         # The set of idle rollouts may have changed.
-        inference.poke()
+        self._inference.poke()
 
-    inference.add(_finished(s) for s in samples.samples(iteration, State.GENERATED))
-    with phase("generation"):
-        done = await generator.generate(
-            iteration,
-            on_finished=lambda sample: inference.add([_finished(sample)]),
-            progress=progress,
-            tail=fusion.gather if turn is None else None,
-            turn=turn,
-        )
-    if turn is not None:
-        await turn.wait_first()
-    with phase("inference"):
-        fusion.generated = True
-        await inference.finish(deadline_seconds)
-    return done
+    def gather(self, unfinished: Sequence[tuple[Key, str | None]], able: Collection[str]) -> Collection[str] | None:
+        return self._fusion.gather(unfinished, able)

@@ -62,7 +62,7 @@ class StageFusion:
         return self.roomy_before if self.decision is None else self.decision.roomy
 
     def gather(self, unfinished: Sequence[tuple[Key, str | None]], eligible: Collection[str]) -> Collection[str] | None:
-        """The generator's `Tail`. It returns the destinations as soon as the number of unfinished samples reaches the
+        """`DrawingFollower.gather`. It returns the destinations as soon as the number of unfinished samples reaches the
         threshold, and None before."""
         if self.destinations or not self.threshold or len(unfinished) > self.threshold or not unfinished:
             return None
@@ -102,6 +102,11 @@ class Fusion:
     def measured(self, group: str) -> Measurements:
         """The measured profile of a group's instances."""
         return self.measurements.setdefault(group, Measurements(self._assumed))
+
+    def swapped(self, group: str, way: str, seconds: float) -> None:
+        """Learn how long a rollout of the group took to go to sleep (`in`) or to wake up (`out`)."""
+        known = self.measured(group)
+        (known.swapped_in if way == "in" else known.swapped_out)(seconds)
 
     @asynccontextmanager
     async def stage(

@@ -24,7 +24,7 @@ class Sleepers:
     server may also sleep because an earlier coordinator put it to sleep. It says so when it reports. `session` sends
     the job's token.
 
-    `on_swapped(name, way, seconds)` is called with the seconds that a change took. `way` is `in` when the server goes
+    `on_swapped(group, way, seconds)` is called with the seconds that a change took. `way` is `in` when the server goes
     to sleep (the scorer moves in), and `out` when the server wakes."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Sleepers:
         fleet: Fleet,
         session: aiohttp.ClientSession,
         log: Callable[..., None],
-        on_swapped: Callable[[str, str, float], None] = lambda name, way, seconds: None,
+        on_swapped: Callable[[str, str, float], None] = lambda group, way, seconds: None,
     ) -> None:
         self._fleet, self._session, self._log, self._on_swapped = fleet, session, log, on_swapped
         # For each rollout's name, the incarnation that sleeps, and the task that puts it to sleep.
@@ -210,5 +210,5 @@ class Sleepers:
         name = way or route.rsplit("/", 1)[1]
         self._log("instance.swapped", instance=instance.name, way=name, seconds=round(seconds, 3), error=error)
         if error is None and way is not None:
-            self._on_swapped(instance.name, way, seconds)
+            self._on_swapped(instance.group, way, seconds)
         return error is None

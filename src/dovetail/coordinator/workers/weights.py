@@ -4,25 +4,26 @@ them in between."""
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT, weights_name
 from dovetail.coordinator.workers.preparing import Preparing
 from dovetail.coordinator.workers.publishing import Published, Publisher, Target
 from dovetail.coordinator.workers.relays import Relays
 from dovetail.coordinator.workers.trainer_group import TrainerLost
 from dovetail.coordinator.workers.trainer_session import TrainerSession
-from dovetail.protocol.messages import Span
 
 RETRY_SECONDS = 0.25
 # A transfer waits this many seconds for instances that must first load models or wake up. Later ones get a transfer of
 # their own.
 PREPARE_SECONDS = 10.0
+# Running instances must take weights within this many seconds.
+WEIGHTS_SECONDS = 300.0
 # A scorer may load its models for this many seconds before the time limit for weights begins to run.
 LOADING_SECONDS = 900.0
 # After a failed transfer to an unreliable instance alone, the pause is PAUSE times as long as the attempt. It doubles
@@ -31,11 +32,17 @@ PAUSE, LONGEST_PAUSE_SECONDS = 4.0, 600.0
 
 
 class Receivers(Protocol):
-    """The parts of the fleet that are used here."""
+    """The parts of the fleet that are used here. `versioned` has the kinds of instances that take weights."""
+
+    @property
+    def versioned(self) -> frozenset[str]: ...
 
     def stale_targets(self, version: int) -> Sequence[Target]:
         """The instances that are running but lack the version that they must hold. That is `version`, or another one
         that the target names."""
+
+    def want(self, versions: Mapping[str, int]) -> None:
+        """Set the version that each of these instances must hold. All others must hold the current version."""
 
     def holders(self, version: int) -> Sequence[Target]:
         """The rollouts that serve the version."""
@@ -66,13 +73,27 @@ class _Doubt:
     until: float
 
 
-class WeightSync:
-    """Sends weights to all instances that lack them. `prepare` makes an instance ready for weights, because a scorer
-    must first load its models. It may raise OSError. Running instances must get their weights within
+class Reaching(Protocol):
+    """The parts of an open iteration that are used here."""
+
+    version: int
+
+    @property
+    def first(self) -> bool: ...
+    def missing(self) -> Sequence[str]: ...
+
+
+class Preparation(Protocol):
+    """The part of `Devices` that is used here."""
+
+    async def prepare(self, target: Target) -> None:
+        """Make an instance ready for weights, because a scorer must first load its models. It may raise OSError."""
+
+
+class Weights:
+    """Sends weights to all instances that lack them. Running instances must get their weights within
     `deadline_seconds`, in addition to the time for their bytes. The first instance of a kind must start within
-    `start_seconds`. It is infinity if something else limits that. With `beside`, the trainers keep the versions that
-    may be requested, and send them while they train. `on_spans` gets the trainers' spans of each transfer. `clock`
-    returns monotonic seconds.
+    `job.start_seconds`.
 
     A transfer goes to all instances that lack the version at once. An instance that cannot be reached would block all
     others each time. Therefore an instance whose transfer failed gets its weights alone, after the others. For the same
@@ -83,68 +104,64 @@ class WeightSync:
 
     def __init__(
         self,
+        job: Job,
         fleet: Receivers,
         publisher: Publisher,
         session: TrainerSession,
-        prepare: Callable[[Target], Awaitable[None]],
-        kinds: Sequence[str],
-        log: Callable[..., None],
-        deadline_seconds: float,
-        start_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-        beside: bool = False,
-        on_spans: Callable[[Sequence[Span]], None] = lambda spans: None,
+        devices: Preparation,
+        deadline_seconds: float = WEIGHTS_SECONDS,
     ) -> None:
-        self._beside, self._on_spans = beside, on_spans
-        self._fleet = fleet
-        self._publisher = publisher
-        self._session = session
-        self._preparing = Preparing(prepare)
-        self._kinds = kinds
-        self._log = log
-        self._deadline = deadline_seconds
-        self._start = start_seconds
-        self._clock = clock
+        self._fleet, self._publisher, self._session = fleet, publisher, session
+        self._timeline, self._log, self._clock = job.records.timeline, job.log, job.clock
+        self._deadline, self._start = deadline_seconds, job.start_seconds
+        self._preparing = Preparing(devices.prepare)
         self._doubts: dict[str, _Doubt] = {}
-        self._relays = Relays(fleet, publisher, prepare, log, clock)
+        self._relays = Relays(fleet, publisher, devices.prepare, job.log, job.clock)
         self._sending: frozenset[str] = frozenset()  # the instances of the trainers' transfer
         self._lock = asyncio.Lock()
         # The total seconds in which bytes travelled, or in which the trainers had to be brought to the version.
         self._excused = 0.0
         self._version: int | None = None
-        self._takers = kinds
 
     @property
     def version(self) -> int | None:
         """The version that instances must hold to take work. None before PPO."""
         return self._version
 
-    async def publish(self, version: int) -> None:
-        """Make `version` the current one. Returns when at least one instance of each kind holds it. Raises what `reach`
-        raises."""
-        self.begin(version)
-        await self.reach(version, lambda: [kind for kind in self._kinds if not self._fleet.has_current(kind)])
-
-    async def publish_before_sft(self) -> None:
-        """Send the model before SFT to the rollouts. Returns when one of them holds it. The trainers must hold step 0
-        of SFT. Scorers get nothing. Raises what `reach` raises."""
-        self._version, self._takers = BEFORE_SFT, ["rollout"]
-        await self.reach(BEFORE_SFT, lambda: [] if self._fleet.has_current("rollout") else ["rollout"])
-
     def begin(self, version: int) -> None:
-        """Make `version` the current one. `hold` sends it to all instances for which the fleet names no other
-        version."""
-        self._version, self._takers = version, self._kinds
+        """Make `version` the current one, which draws the oldest open iteration. `hold` sends it to all instances for
+        which the fleet names no other version."""
+        self._version = version
         self._relays.forget_failures(version)
+        if version != BEFORE_SFT:
+            self._session.need(version)
 
-    async def reach(
-        self, version: int, missing_kinds: Callable[[], Sequence[str]], counts: Callable[[], bool] = lambda: True
-    ) -> None:
-        """Send weights until no kind of instance is missing. `version` is the version that is needed.
+    async def publish(self, version: int) -> None:
+        """Make `version` the current one of all instances. Returns when at least one instance of each kind holds it.
+        The trainers must hold the model before SFT if that is the version. Scorers do not get it. Raises what `reach`
+        raises."""
+        self._fleet.want({})
+        self.begin(version)
+        await self._until(version, lambda: [kind for kind in self._takers if not self._fleet.has_current(kind)])
+
+    async def reach(self, turn: Reaching) -> None:
+        """Returns when a server that may draw the iteration holds its weights.
 
         While no instance of a kind is running, the time counts against `start_seconds`, because its pod may wait for a
-        node or an image. The time in which bytes travel or the trainers are restored does not count. Time while
-        `counts` returns False does not count either. Raises TimeoutError that names what is missing."""
+        node or an image. The time in which bytes travel or the trainers are restored does not count. Time in which the
+        iteration is not the oldest open one does not count either. Raises TimeoutError that names what is missing."""
+        if turn.missing():
+            await self._until(turn.version, turn.missing, lambda: turn.first)
+
+    @property
+    def _takers(self) -> list[str]:
+        """The kinds of instances that take the current version."""
+        return ["rollout"] if self._version == BEFORE_SFT else sorted(self._fleet.versioned)
+
+    async def _until(
+        self, version: int, missing_kinds: Callable[[], Sequence[str]], counts: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Send weights until no kind of instance is missing, as `reach` says."""
         began, excused = self._clock(), self._excused
         absent = 0.0  # seconds in which no instance was running
         relaying = 0.0  # seconds in which servers sent to others
@@ -255,7 +272,7 @@ class WeightSync:
             return
 
         asked = began = self._clock()
-        beside = self._beside and version != BEFORE_SFT
+        beside = self._session.keeps_versions
 
         async def publish() -> Published | None:
             nonlocal began
@@ -280,7 +297,7 @@ class WeightSync:
             self._excused += ended - asked
             return
         if beside and published.result is not None:
-            self._on_spans(published.result.spans)
+            self._timeline.add(published.result.spans)
         seconds = ended - began
         self._excused += began - asked + min(published.byte_seconds, seconds)
         self._judge(version, targets, published, seconds)

@@ -1,43 +1,49 @@
-"""Keeps the models of each scorer. A scorer loads them before it takes weights or samples."""
+"""The scorers of a job and the models of each. A scorer loads them before it takes weights or samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import aiohttp
 
+from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.data.fingerprints import ModelFolders
-from dovetail.coordinator.samples.scoring import Scorer, load_models
+from dovetail.coordinator.samples.scoring import Scorer, ScorerPool, load_models
 from dovetail.coordinator.samples.scoring_lanes import Lane, lanes_of
 from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.coordinator.workers.preparing import Preparing
-from dovetail.protocol.messages import ModelRef
+from dovetail.manifest.critic import has_critic
 from dovetail.protocol.process.process_names import rollout_of
 
 LOAD_SECONDS = 600.0
+REWARD_MODEL = "reward"
 # The time that `load_all` waits for scorers before it looks for others.
 LOOK_SECONDS = 0.5
 
 
-class ScorerModels:
-    """Loads the models of scorers. `sources` has the source of each model that scorers hold. `plan_holds` has for each
-    rollout the models that the plan gives its scorer. A scorer that the plan does not know (of a surplus rollout) holds
-    all models. `session` sends the job's token. `folders` says whether the models are what they were."""
+class Scorers:
+    """The scorers and their models. A scorer that the plan does not know (of a surplus rollout) holds all models.
+    `session` sends the job's token. `folders` says whether the models are what they were. If a `reward_model` gives the
+    rewards, scorers hold it."""
 
     def __init__(
-        self,
-        sources: Mapping[str, Callable[[], ModelRef]],
-        plan_holds: Mapping[str, Sequence[str]],
-        fleet: Fleet,
-        session: aiohttp.ClientSession,
-        folders: ModelFolders,
+        self, job: Job, fleet: Fleet, session: aiohttp.ClientSession, folders: ModelFolders, reward_model: bool
     ) -> None:
-        self._sources, self._plan_holds, self._fleet, self._session = sources, plan_holds, fleet, session
+        spec, sources = job.spec, job.sources
+        self._sources = {"reference": sources.reference} if spec.ppo.reads_reference else {}
+        if reward_model:
+            self._sources[REWARD_MODEL] = sources.reward_for_ppo
+        if has_critic(spec):
+            self._sources["critic"] = sources.critic
+        # For each rollout, the models that the plan gives its scorer.
+        self._plan_holds = {rollout.name: rollout.scores for rollout in job.plan.rollouts}
+        self._fleet, self.session = fleet, session
         self._folders = folders
         # For each scorer's name, the incarnation that has loaded its models.
         self._loaded: dict[str, str] = {}
         self._loading: Preparing[Scorer] = Preparing(self.load)
-        self.lanes = lanes_of(list(sources), list(plan_holds.values())) if plan_holds else []
+        self.lanes = lanes_of(list(self._sources), list(self._plan_holds.values())) if self._plan_holds else []
 
     def held_by(self, scorer: str) -> list[str]:
         """The models that a scorer serves."""
@@ -56,7 +62,7 @@ class ScorerModels:
         await self._folders.check(ref.folder for ref in models.values())
         try:
             if models:
-                await load_models(self._session, scorer, models, LOAD_SECONDS)
+                await load_models(self.session, scorer, models, LOAD_SECONDS)
         except aiohttp.ClientError as error:
             raise OSError(str(error)) from error
         self._loaded[scorer.name] = scorer.incarnation
@@ -83,6 +89,38 @@ class ScorerModels:
             if self.has_loaded(i.name, i.incarnation) and self.serves(i.name, lane) and self._fleet.holds(i, version)
         ]
 
+    def pool(self, lane: Lane, version: int, allowed: Callable[[Scorer], bool]) -> ScorerPool:
+        """The scorers of `scorers(lane, version)` that are `allowed`."""
+        return _LanePool(self, self._fleet, lane, version, allowed)
+
     def serves(self, scorer: str, lane: Lane) -> bool:
         """Whether a scorer's models include the lane's."""
         return set(lane) <= set(self.held_by(scorer))
+
+
+@dataclass(frozen=True)
+class _LanePool:
+    all: Scorers
+    fleet: Fleet
+    lane: Lane
+    version: int
+    allowed: Callable[[Scorer], bool]
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        return self.all.session
+
+    def scorers(self) -> list[Scorer]:
+        return [scorer for scorer in self.all.scorers(self.lane, self.version) if self.allowed(scorer)]
+
+    def everyone(self) -> int:
+        return sum(self.all.serves(i.name, self.lane) for i in self.fleet.instances("scorer"))
+
+    def gone(self, scorer: Scorer) -> bool:
+        return self.fleet.gone(scorer.name, scorer.incarnation)
+
+    def failed(self, scorer: Scorer, reason: str) -> None:
+        self.fleet.failed(scorer.name, reason)
+
+    def succeeded(self, scorer: Scorer) -> None:
+        self.fleet.succeeded(scorer.name)

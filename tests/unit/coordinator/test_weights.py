@@ -2,14 +2,16 @@
 
 import asyncio
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
 from dovetail.coordinator.workers.publishing import Published, Target
 from dovetail.coordinator.workers.trainer_group import TrainerLost
-from dovetail.coordinator.workers.weight_sync import WeightSync
+from dovetail.coordinator.workers.weights import Weights
 from dovetail.protocol.messages import CommandResult
+from helpers.coordinated import job_of
 from helpers.generation_job import until
 
 DEADLINE, START = 20.0, 900.0
@@ -29,17 +31,9 @@ class World:
         self.cut, self.along, self.rounds, self.failures = set(), set(), [], []
         self.unproved, self.events = set(), []
         self.gone, self.mute, self.relays, self.updates = False, set(), [], []
-        self.sync = WeightSync(
-            self,
-            self,
-            self,
-            self.prepare,
-            ("rollout", "scorer"),
-            self.log,
-            deadline,
-            START,
-            lambda: self.now,
-        )
+        self.versioned, self.keeps_versions = frozenset({"rollout", "scorer"}), False
+        job = job_of(None, log=self.log, start_seconds=START, clock=lambda: self.now)
+        self.weights = Weights(job, self, self, self, self, deadline)
 
     @staticmethod
     def target(name, host="x", incarnation="first"):
@@ -52,6 +46,12 @@ class World:
         await self.prepare_one(target)
 
     async def prepare_one(self, target):
+        pass
+
+    def want(self, versions):
+        assert not versions, "all must hold the current one"
+
+    def need(self, version):
         pass
 
     def stale_targets(self, version):
@@ -107,7 +107,7 @@ class World:
 
     def publish_version(self, version):
         self.step = version
-        asyncio.run(self.sync.publish(version))
+        asyncio.run(self.weights.publish(version))
 
     def join(self, name, incarnation="first"):
         """A process that holds no weights."""
@@ -116,15 +116,19 @@ class World:
     async def relayed(self, rounds):
         """As many rounds as the background task makes."""
         for _ in range(rounds):
-            await self.sync._round()
+            await self.weights._round()
             await asyncio.sleep(0.01)
 
     def hold(self, seconds):
         """As the background task does."""
         end = self.now + seconds
         while self.now < end:
-            asyncio.run(self.sync._round())
+            asyncio.run(self.weights._round())
             self.now += 0.25
+
+
+def turn_of(version, missing):
+    return SimpleNamespace(version=version, missing=missing, first=True)
 
 
 @pytest.fixture
@@ -203,8 +207,8 @@ def test_many_that_were_all_cut_off_are_soon_served_again():
     world.publish_version(1)
     world.cut = set(names)
     world.step = 2
-    world.sync._version = 2
-    asyncio.run(world.sync._round())
+    world.weights._version = 2
+    asyncio.run(world.weights._round())
     world.cut = set()
     before = len(world.rounds)
     world.publish_version(2)
@@ -251,7 +255,7 @@ def late(monkeypatch, world, seconds):
         if world.now >= seconds and target.name not in world.targets:
             world.targets[target.name], world.held[target.name] = target, 0
 
-    monkeypatch.setattr("dovetail.coordinator.workers.weight_sync.asyncio.sleep", sleep)
+    monkeypatch.setattr("dovetail.coordinator.workers.weights.asyncio.sleep", sleep)
 
 
 def test_a_first_rollout_that_pulls_its_image_for_long_is_waited_for(monkeypatch):
@@ -280,7 +284,7 @@ def test_one_that_is_up_and_never_takes_its_weights_has_less_time(monkeypatch):
 def test_the_model_before_sft_goes_to_rollouts_alone_and_not_after_ppo_has_begun():
     world = World("rollout-a", "rollout-b", "scorer-a")
     world.step = BEFORE_SFT
-    asyncio.run(world.sync.publish_before_sft())
+    asyncio.run(world.weights.publish(BEFORE_SFT))
     assert world.held == {"rollout-a": BEFORE_SFT, "rollout-b": BEFORE_SFT, "scorer-a": 0}
 
     async def late(work):
@@ -289,8 +293,8 @@ def test_the_model_before_sft_goes_to_rollouts_alone_and_not_after_ppo_has_begun
 
     # A transfer to a late rollout waits for the trainers, and meanwhile they load what PPO begins with.
     world.held["rollout-b"], world.at_target = None, late
-    world.publish_soon = lambda: world.sync.begin(0)
-    asyncio.run(world.sync._round())
+    world.publish_soon = lambda: world.weights.begin(0)
+    asyncio.run(world.weights._round())
     assert world.held["rollout-b"] is None
     world.publish_soon, world.held["scorer-a"] = (lambda: None), None
     world.publish_version(0)
@@ -358,8 +362,8 @@ def test_a_server_that_comes_while_a_round_waits_for_the_trainers_does_not_wait(
 
         world.at_target = waiting
         world.join("scorer-c")
-        holding = asyncio.create_task(world.sync.hold())
-        await until(world.sync._lock.locked)
+        holding = asyncio.create_task(world.weights.hold())
+        await until(world.weights._lock.locked)
         world.join("rollout-c")
         await until(lambda: world.held["rollout-c"] == 1)
         assert world.held["scorer-c"] is None
@@ -403,7 +407,7 @@ def test_a_process_that_replaces_one_to_which_a_server_still_sends_does_not_wait
         world.join("rollout-c", "second")
         world.updates.clear()
         await world.relayed(2)
-        await world.sync._relays.close()
+        await world.weights._relays.close()
 
     asyncio.run(scenario())
     assert world.held["rollout-c"] == 1
@@ -425,22 +429,22 @@ def test_the_time_in_which_a_server_sends_does_not_count(monkeypatch, world):
         world.now += 1.0
         await real(0)
 
-    monkeypatch.setattr("dovetail.coordinator.workers.weight_sync.asyncio.sleep", sleep)
+    monkeypatch.setattr("dovetail.coordinator.workers.weights.asyncio.sleep", sleep)
     world.relay = relay
     world.join("rollout-c")
     missing = lambda: [] if world.has_current("rollout") else ["rollout"]  # noqa: E731
 
     async def scenario():
-        await world.sync._round()
+        await world.weights._round()
         await real(0)
-        await world.sync.reach(1, missing)
+        await world.weights.reach(turn_of(1, missing))
 
     asyncio.run(scenario())
     assert world.held["rollout-c"] == 1
     world.join("rollout-c", "second")
     world.cut = {"rollout-c"}
     with pytest.raises(TimeoutError, match="no rollout took weight version 1 within 300 s"):
-        asyncio.run(world.sync.reach(1, missing))
+        asyncio.run(world.weights.reach(turn_of(1, missing)))
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -448,7 +452,7 @@ def test_the_time_in_which_a_server_sends_does_not_count(monkeypatch, world):
 def test_the_time_until_the_trainers_are_restored_does_not_count(monkeypatch, beside, lost_while_sending):
     """The only rollout is replaced while the trainers load a checkpoint. The first transfer after that fails."""
     world, real = World("rollout-a", "scorer-b"), asyncio.sleep
-    world.sync._beside = beside
+    world.keeps_versions = beside
     restored = []
 
     async def at_target(work):
@@ -476,7 +480,7 @@ def test_the_time_until_the_trainers_are_restored_does_not_count(monkeypatch, be
         world.cut = set()
         await real(0)
 
-    monkeypatch.setattr("dovetail.coordinator.workers.weight_sync.asyncio.sleep", sleep)
+    monkeypatch.setattr("dovetail.coordinator.workers.weights.asyncio.sleep", sleep)
     world.at_target, world.publish = at_target, publish
     world.at_version = lambda version, work: at_target(work)
     world.publish_version(1)
@@ -502,15 +506,15 @@ def test_the_time_in_which_another_round_waits_for_the_trainers_does_not_count(m
         world.cut = set()
         await real(0)
 
-    monkeypatch.setattr("dovetail.coordinator.workers.weight_sync.asyncio.sleep", sleep)
+    monkeypatch.setattr("dovetail.coordinator.workers.weights.asyncio.sleep", sleep)
     world.at_target = at_target
     missing = lambda: [] if world.has_current("rollout") else ["rollout"]  # noqa: E731
 
     async def scenario():
-        world.sync.begin(2)
-        held = asyncio.create_task(world.sync._round())
+        world.weights.begin(2)
+        held = asyncio.create_task(world.weights._round())
         await holding.wait()
-        await world.sync.reach(2, missing)
+        await world.weights.reach(turn_of(2, missing))
         await held
 
     asyncio.run(scenario())
@@ -533,8 +537,8 @@ def slow_to_prepare(world, monkeypatch, name, seconds, fails=False):
         world.now += 1.0
         await real(0.002)
 
-    monkeypatch.setattr("dovetail.coordinator.workers.weight_sync.asyncio.sleep", sleep)
-    monkeypatch.setattr("dovetail.coordinator.workers.weight_sync.PREPARE_SECONDS", 0.01)
+    monkeypatch.setattr("dovetail.coordinator.workers.weights.asyncio.sleep", sleep)
+    monkeypatch.setattr("dovetail.coordinator.workers.weights.PREPARE_SECONDS", 0.01)
     world.prepare_one = prepare
 
 
@@ -558,8 +562,8 @@ def test_one_that_is_prepared_gets_its_weights_then(monkeypatch, world, fails):
     slow_to_prepare(world, monkeypatch, "scorer-c", 20.0, fails)
 
     async def scenario():
-        await world.sync.publish(1)
-        holding = asyncio.create_task(world.sync.hold())
+        await world.weights.publish(1)
+        holding = asyncio.create_task(world.weights.hold())
         await until(lambda: world.held["scorer-c"] == 1 or world.failures)
         holding.cancel()
         await asyncio.gather(holding, return_exceptions=True)

@@ -1,0 +1,104 @@
+"""Scores the samples of an iteration, or the answers of an evaluation, with scorers and reward functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dovetail.coordinator.coordinated_job import Job
+from dovetail.coordinator.data.prepare import Prepared, PromptRecord
+from dovetail.coordinator.data.text.texts import Texts
+from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
+from dovetail.coordinator.rewards.calls import Calls, evaluation_slot
+from dovetail.coordinator.samples.reward_stage import Joined, RewardFunctions, Rewards, WithRewards
+from dovetail.coordinator.samples.scorers import REWARD_MODEL, Scorers
+from dovetail.coordinator.samples.scoring import Finished, Inference, Scorer, Scores
+from dovetail.coordinator.samples.scoring_lanes import Lane, ScorerLanes
+from dovetail.coordinator.store.samples import Key, ScoreRow, State
+from dovetail.protocol.messages import Span
+
+# Inference fails after this time without a scored sample.
+INFERENCE_SECONDS = 900.0
+
+
+class Score:
+    """What scores the job's samples. `calls` has the reward functions, which replace a reward model. `texts` decodes
+    responses. Scores are stored as they come."""
+
+    def __init__(self, job: Job, prepared: Prepared, scorers: Scorers, calls: Calls | None) -> None:
+        self._job, self._prepared, self.calls = job, prepared, calls
+        self._scorers, self._samples = scorers, job.store.samples
+        self.texts = Texts(prepared.tokenizer, prepared.actor_config_dir)
+        self._functions: RewardFunctions | None = None
+        if calls is not None:
+            self._functions = RewardFunctions(calls, self._samples, lambda sample: self.texts.later(sample.response))
+
+    async def close(self) -> None:
+        self.texts.close()
+        await self._scorers.close()
+
+    async def open(self) -> None:
+        """Call it before each iteration and evaluation. Raises RewardError."""
+        if self.calls is not None:
+            await self.calls.open()
+
+    def of(
+        self,
+        iteration: int,
+        prompts: Sequence[PromptRecord],
+        allowed: Callable[[Scorer], bool],
+        on_span: Callable[[Span], None],
+    ) -> ScorerLanes | WithRewards:
+        """Inference that stores the scores of finished samples. With reward functions, a sample is stored when its
+        reward is known too. Scorers may take samples while they are `allowed`. `on_span` gets the span of each
+        chunk."""
+        ppo = self._job.spec.ppo
+        version = ppo.weight_version(iteration)
+
+        def keep(scores: list[Scores]) -> None:
+            self._samples.score(ScoreRow(s.key, s.ref_logprobs, s.values, s.score, version) for s in scores)
+
+        def told(span: Span) -> None:
+            on_span(span.model_copy(update={"iteration": iteration}))
+
+        def lane_inference(lane: Lane, collect: Callable[[list[Scores]], None]) -> Inference:
+            return Inference(self._scorers.pool(lane, version, allowed), lane, collect, told)
+
+        if self._functions is None:
+            return ScorerLanes(self._scorers.lanes, lane_inference, keep)
+        joined, timeline = Joined(self._samples, version), self._job.records.timeline
+        rewards = Rewards(
+            self._functions,
+            iteration,
+            prompts,
+            ppo.samples_per_prompt,
+            joined.reward,
+            lambda span: timeline.add([span]),
+        )
+        return WithRewards(ScorerLanes(self._scorers.lanes, lane_inference, joined.scores), rewards)
+
+    async def answers(self, version: int, records: Sequence[PromptRecord], samples_per_prompt: int) -> None:
+        """Store the rewards of the evaluation's answers, drawn with the weights `version`. The job's reward functions
+        or its reward model give them. The scorers hold version 0 when the answers of BEFORE_SFT get theirs."""
+        slot = evaluation_slot(version)
+        finished = [Finished(s.key, s.prompt_tokens, s.tokens) for s in self._samples.samples(slot, State.GENERATED)]
+        await self.open()
+
+        def keep(key: Key, reward: float | None) -> None:
+            self._samples.score([ScoreRow(key, None, None, reward)])
+
+        if self._functions is not None:
+            prompts = self._prepared.for_rewards(records)
+            async with Rewards(self._functions, slot, prompts, samples_per_prompt, keep) as rewards:
+                rewards.add(finished)
+                await rewards.finish()
+            return
+        lane = next(lane for lane in self._scorers.lanes if REWARD_MODEL in lane)
+
+        def collect(scores: list[Scores]) -> None:
+            for one in scores:
+                keep(one.key, one.score)
+
+        pool = self._scorers.pool(lane, 0 if version == BEFORE_SFT else version, lambda _: True)
+        async with Inference(pool, (REWARD_MODEL,), collect) as inference:
+            inference.add(finished)
+            await inference.finish(INFERENCE_SECONDS)
