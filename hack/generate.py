@@ -48,7 +48,6 @@ def openapi_json() -> str:
 
 
 FILES: dict[str, Callable[[], str]] = {
-    "crds/rlhfjobs.dovetail.dev.yaml": crd_yaml,
     "helm/dovetail/README.md": readme,
     "helm/dovetail/files/crds/rlhfjobs.dovetail.dev.yaml": crd_yaml,
     "docs/openapi.json": openapi_json,

@@ -36,7 +36,7 @@ START_SECONDS, RECOVERY_SECONDS, POLL_SECONDS = 600.0, 400.0, 0.5
 @pytest.fixture(scope="module")
 def chart(cluster: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Two replicas of the operator, as Helm installs them."""
-    crd = str(REPOSITORY / "crds/rlhfjobs.dovetail.dev.yaml")
+    crd = str(REPOSITORY / "helm/dovetail/files/crds/rlhfjobs.dovetail.dev.yaml")
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", crd)
     values = tmp_path_factory.mktemp("chart") / "values.yaml"
     values.write_text(

@@ -52,7 +52,7 @@ def preserving(kind: str, plural: str, group: str, version: str) -> dict[str, An
 def install(cluster: KubeCluster, namespaces: list[str], *values: str) -> None:
     """The CRD, and the chart's accounts and rights, with nothing that runs. `namespaces`: none means all. `values`:
     more of the chart's, such as a=b."""
-    crd = str(REPOSITORY / "crds/rlhfjobs.dovetail.dev.yaml")
+    crd = str(REPOSITORY / "helm/dovetail/files/crds/rlhfjobs.dovetail.dev.yaml")
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", crd)
     chart, spaces = str(REPOSITORY / "helm/dovetail"), f"namespaces={json.dumps(namespaces)}"
     more = [word for value in values for word in ("--set", value)]

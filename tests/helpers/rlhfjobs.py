@@ -14,7 +14,7 @@ import yaml
 
 from helpers.cluster import REPOSITORY, KubeCluster, wait_for
 
-CRD = REPOSITORY / "crds" / "rlhfjobs.dovetail.dev.yaml"
+CRD = REPOSITORY / "helm/dovetail/files/crds/rlhfjobs.dovetail.dev.yaml"
 NAME = "rlhfjobs.dovetail.dev"
 
 

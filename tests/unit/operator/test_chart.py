@@ -78,7 +78,7 @@ def test_kubeconform(tmp_path, words):
 @pytest.mark.slow
 def test_the_crd_is_the_generated_one():
     (found,) = of_kind(yaml.safe_load_all(template()), "CustomResourceDefinition")
-    generated = yaml.safe_load((CHART.parents[1] / "crds" / "rlhfjobs.dovetail.dev.yaml").read_text())
+    generated = yaml.safe_load((CHART / "files/crds/rlhfjobs.dovetail.dev.yaml").read_text())
     assert found["spec"] == generated["spec"]
 
 
