@@ -26,6 +26,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "research"))
 
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from papers.routing import RankGrid, RoutingTable, Tensor, route
 
-from dovetail.protocol.weights import Box, RankGrid, RoutingTable, Tensor, route
+from dovetail.protocol.weights.layout import Box
 from switching.shapes import tensors
 
 Held = dict[str, tuple[Box, torch.Tensor]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dovetail.protocol.weights import Tensor
+from papers.routing import Tensor
 
 VOCABULARY = 8192
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dovetail.planner.candidate import Share
-from dovetail.protocol.weights import RankGrid
+from papers.routing import RankGrid
 
 # Seconds of a task in a layout; None: it does not fit or cannot run there.
 Cost = Callable[[RankGrid], float | None]

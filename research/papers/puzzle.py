@@ -17,13 +17,13 @@ from dovetail.planner.costs.passes import COLLECTIVE_SECONDS, LINK
 from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Workload
-from dovetail.protocol.weights import RankGrid, Tensor, route
 from papers.common import Figure, Measured, Section, best, tensor_parallel
 from papers.common import llama as usual
 from papers.deepspeed import SYSTEM as DEEPSPEED
 from papers.deepspeed import Config
 from papers.layouts import ranks_of
 from papers.planner import planned
+from papers.routing import RankGrid, Tensor, route
 from papers.system import System, SystemCosts
 
 CLUSTERS = {"orion": gpu("NVIDIA-A100-80GB-PCIe"), "phoenix": gpu("NVIDIA-A100-SXM4-80GB")}

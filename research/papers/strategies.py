@@ -14,9 +14,9 @@ from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.ranking import EVERY, Misfit, Ranked, Ranker, Ranking, orders
 from dovetail.planner.placement.search.search import Effort, Result, Search
 from dovetail.planner.placement.search.structures import ALONE, Sizes, Slots, every_size, sizes
-from dovetail.protocol.weights import RankGrid
 from papers.free_placements import FreeLimits, FreeRanker, FreeSearch
 from papers.layouts import ranks_of, similar
+from papers.routing import RankGrid
 
 Strategy = Literal["search", "prior", "grid", "similar", "exhaustive"]
 STRATEGIES: tuple[Strategy, ...] = ("search", "prior", "grid", "similar", "exhaustive")

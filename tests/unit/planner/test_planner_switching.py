@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.protocol.weights import Box, LayoutError, RankGrid, RoutingTable, Tensor, layer_range, route
+from dovetail.protocol.weights import LayoutError, layer_range
+from dovetail.protocol.weights.layout import Box, StageRanks
+from dovetail.protocol.weights.layout import Tensor as StageTensor
+from helpers.papers import routing
+
+RankGrid, RoutingTable, Tensor, route = routing.RankGrid, routing.RoutingTable, routing.Tensor, routing.route
 
 Arrays = dict[tuple[int, str], np.ndarray[Any, np.dtype[np.int64]]]
 
@@ -102,6 +108,20 @@ def test_every_rank_ends_up_with_its_part_and_every_element_is_sent_at_most_once
         cut = table.segments(segments)
         assert [t for segment in cut for t in segment] == list(table.transfers)
         assert len(cut) <= segments
+
+
+@settings(deadline=None)
+@given(switches(), st.integers(1, 4))
+def test_a_stage_sends_by_the_table_to_one_receiver_of_whole_tensors(switch: dict[str, Any], tp: int) -> None:
+    copies, shards = switch["source"].copies, switch["source"].dp // switch["source"].copies
+    tensors = [replace(tensor, layer=0) for tensor in switch["tensors"]]
+    source = RankGrid(tp=tp, dp=copies * shards, sharded=True, copies=copies)
+    table = route(tensors, 1, source, RankGrid(first=source.ranks.stop))
+    ranks = StageRanks(tp, copies * shards, copies)
+    found = ranks.shares([StageTensor(t.shape, t.tp_dim, t.itemsize) for t in tensors])
+    assert {(tensors[i].name, rank, box) for i, parts in enumerate(found) for rank, box in parts} == {
+        (t.tensor, t.source, t.box) for t in table.transfers
+    }
 
 
 @settings(deadline=None)

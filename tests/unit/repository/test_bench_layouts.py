@@ -12,10 +12,11 @@ from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Workload
-from dovetail.protocol.weights import RankGrid, Tensor, route
 from helpers.llama import llama
 from helpers.papers import layouts as pairs
+from helpers.papers import routing
 
+RankGrid, Tensor, route = routing.RankGrid, routing.Tensor, routing.route
 LayoutsError, exhaustive, layouts, similar = pairs.LayoutsError, pairs.exhaustive, pairs.layouts, pairs.similar
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dovetail.models.transfer import Part, store_at
-from dovetail.protocol.weights.layout import RankGrid
+from dovetail.protocol.weights.layout import StageRanks
 from dovetail.trainer.communication.groups import PeerLost
 from dovetail.trainer.rank.sending import Exchange
 from dovetail.trainer.weight_sender import WeightParts
@@ -28,7 +28,7 @@ class OneTensor:
         self.models = {"actor": SimpleNamespace(groups=SimpleNamespace(dp_rank=dp_rank, tp_rank=0))}
 
     def sendable(self, model: str, most: int) -> WeightParts:
-        return WeightParts(lambda: iter([Part("w", (4,), ((0, 4),), self.weight)]), RankGrid())
+        return WeightParts(lambda: iter([Part("w", (4,), ((0, 4),), self.weight)]), StageRanks())
 
     def learn(self) -> None:
         self.step += 1

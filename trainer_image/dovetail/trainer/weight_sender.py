@@ -36,7 +36,7 @@ from dovetail.protocol.weights.buckets import (
     plan_buckets,
     share_buckets,
 )
-from dovetail.protocol.weights.layout import Box, RankGrid, volume
+from dovetail.protocol.weights.layout import Box, StageRanks, volume
 
 Source = Iterable[Named] | Callable[[], Iterable[Named]]
 # The most senders of one stage. Each has a communicator. NCCL's communicators take device memory, on vLLM's side too.
@@ -51,7 +51,7 @@ class WeightParts:
     and on all ranks of the stage. `layout` says how the stage's first dp ranks hold a tensor. Others send nothing."""
 
     iterate: Callable[[], Iterable[Part]]
-    layout: RankGrid
+    layout: StageRanks
 
 
 class GroupsLike(Protocol):
@@ -104,7 +104,7 @@ class WeightSender:
         # The whole buckets of each model's stage, and the share of each of its senders.
         self._wholes: dict[str, list[Bucket]] = {}
         self._shares: dict[str, dict[int, list[Bucket]]] = {}
-        self._layouts: dict[str, RankGrid] = {}
+        self._layouts: dict[str, StageRanks] = {}
         self._dtypes: dict[str, str | None] = {}  # the dtype in which matrices are sent, or None for their own
         self._lines: dict[str, _Line] = {}
         self._buffers: list[torch.Tensor] = []
@@ -209,7 +209,7 @@ class WeightSender:
 
     def _plan(self, model: str, source: Source | WeightParts, dtype: str | None) -> Iterable[Part]:
         """Make the model's bucket plan, with matrices in `dtype`, unless it exists. Returns the iteration to send."""
-        layout = source.layout if isinstance(source, WeightParts) else RankGrid()
+        layout = source.layout if isinstance(source, WeightParts) else StageRanks()
         if isinstance(source, WeightParts):
             iterate = source.iterate
         elif callable(source):
@@ -236,7 +236,8 @@ class WeightSender:
     def _sender(self, model: str) -> int:
         """This rank's number among the ranks of its stage."""
         groups = self._groups.model[model]
-        return self._layouts[model].rank(0, groups.dp_rank, groups.tp_rank)
+        number: int = groups.dp_rank * self._layouts[model].tp + groups.tp_rank
+        return number
 
     def _line(self, model: str, epoch: int, deadline: Deadline) -> _Line:
         line = self._lines.get(model)

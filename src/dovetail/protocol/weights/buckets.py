@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from dovetail.protocol.messages import Bucket
-from dovetail.protocol.weights.layout import Box, RankGrid, Tensor, volume
-from dovetail.protocol.weights.routing import route
+from dovetail.protocol.weights.layout import Box, StageRanks, Tensor, volume
 
 ALIGNMENT = 16
 # Two int64 words after the last tensor of every bucket on the wire.
@@ -154,25 +153,25 @@ def bucket_specs(bucket: Bucket) -> list[TensorSpec]:
 
 
 def share_buckets(
-    buckets: Sequence[Bucket], layout: RankGrid, tp_dims: Mapping[str, int] | None = None
+    buckets: Sequence[Bucket], ranks: StageRanks, tp_dims: Mapping[str, int] | None = None
 ) -> dict[int, list[Bucket]]:
     """The buckets that each rank of a stage sends, by rank. Ranks that send nothing are left out, except rank 0.
 
-    `layout` says how the ranks of this one stage hold each tensor. `tp_dims` gives the dimension of those tensors that
-    tensor-parallel ranks share. Every element is sent once, to all receivers, by a rank that holds it. The senders'
-    shares are balanced (`dovetail.protocol.weights.route`). Rank 0's buckets name every tensor, even if its own part is
-    empty."""
+    `tp_dims` gives the dimension of those tensors that tensor-parallel ranks share. Every element is sent once, to all
+    receivers, by a rank that holds it (`StageRanks.shares`). Rank 0's buckets name every tensor, even if its own part
+    is empty."""
     dims = tp_dims or {}
     specs = [spec for bucket in buckets for spec in bucket_specs(bucket)]
-    tensors = [Tensor(spec.name, spec.shape, tp_dim=dims.get(spec.name), itemsize=spec.itemsize) for spec in specs]
-    table = route(tensors, 1, layout, RankGrid(first=layout.ranks.stop))
-    if table.sent.keys() <= {0}:
-        return {0: list(buckets)}
+    found = ranks.shares([Tensor(spec.shape, dims.get(spec.name), spec.itemsize) for spec in specs])
     boxes: dict[tuple[int, str], list[Box]] = {}
-    for transfer in table.transfers:
-        boxes.setdefault((transfer.source, transfer.tensor), []).append(transfer.box)
+    for spec, parts in zip(specs, found, strict=True):
+        for rank, box in sorted(parts, key=lambda part: (part[1], part[0])):
+            boxes.setdefault((rank, spec.name), []).append(box)
+    senders = {rank for rank, _ in boxes}
+    if senders <= {0}:
+        return {0: list(buckets)}
     shares = {}
-    for rank in sorted({0, *table.sent}):
+    for rank in sorted({0, *senders}):
         shares[rank] = [
             _bucket(
                 [

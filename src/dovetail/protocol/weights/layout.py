@@ -1,85 +1,21 @@
-"""Says which part of each tensor a rank of a (pp, tp, dp) layout holds."""
+"""Says which part of each tensor a rank of a stage holds, and which part each rank sends."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 # One half-open interval for each dimension.
 Box = tuple[tuple[int, int], ...]
+# Parts smaller than this are not split further to balance the senders, because each message has a cost of its own.
+MIN_PIECE_BYTES = 1 << 20
 
 
 class LayoutError(ValueError):
     """A layout cannot hold a model. The message says which numbers do not fit."""
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A parameter. `layer`: its transformer layer. The embedding belongs to layer 0, and the head and the last norm
-    belong to the last layer. `tp_dim`: the dimension that tensor-parallel ranks share, or None if each holds all of it.
-    `itemsize` is in bytes."""
-
-    name: str
-    shape: tuple[int, ...]
-    layer: int = 0
-    tp_dim: int | None = None
-    itemsize: int = 2
-
-
-@dataclass(frozen=True)
-class RankGrid:
-    """pp x dp x tp ranks from `first` on. tp changes fastest, then dp, as in PUZZLE's Algorithm 1. `sharded`: the dp
-    ranks share each tensor's first dimension (FSDP). Without it each holds a copy. With `copies`, there are this many
-    sets of dp / copies neighbours, and the ranks of each set share the dimension. Uneven parts are like torch's chunks.
-    Each has ceil(n / k) entries, and the last ones are shorter or empty."""
-
-    pp: int = 1
-    tp: int = 1
-    dp: int = 1
-    first: int = 0
-    sharded: bool = False
-    copies: int = 1
-
-    def __post_init__(self) -> None:
-        if min(self.pp, self.tp, self.dp) < 1 or self.first < 0:
-            raise LayoutError(
-                f"pp {self.pp}, tp {self.tp}, dp {self.dp} and the first rank {self.first} must not be less"
-            )
-        if self.copies < 1 or self.dp % self.copies:
-            raise LayoutError(f"dp {self.dp} is not a multiple of the {self.copies} copies")
-
-    @property
-    def ranks(self) -> range:
-        return range(self.first, self.first + self.pp * self.tp * self.dp)
-
-    def index(self, rank: int) -> tuple[int, int, int]:
-        """(pp, dp, tp) index of a rank (GETINDEX)."""
-        local = rank - self.first
-        return local // (self.dp * self.tp), local // self.tp % self.dp, local % self.tp
-
-    def rank(self, pp: int, dp: int, tp: int) -> int:
-        """The inverse of `index` (GETRANK)."""
-        return self.first + (pp * self.dp + dp) * self.tp + tp
-
-    def boxes(self, tensor: Tensor, layers: int) -> dict[Box, list[int]]:
-        """The distinct parts of `tensor`, and the ranks that hold each part, for a model with `layers` layers. The
-        parts do not overlap. Raises LayoutError if there are more stages than layers."""
-        if not 0 <= tensor.layer < layers:
-            raise LayoutError(f"{tensor.name} is of layer {tensor.layer}, but the model has {layers}")
-        whole = tuple((0, n) for n in tensor.shape)
-        stage = next(p for p in range(self.pp) if tensor.layer in layer_range(layers, p, self.pp))
-        held: dict[Box, list[int]] = {}
-        shards = self.dp // self.copies
-        for dp in range(self.dp):
-            for tp in range(self.tp):
-                box = whole if tensor.tp_dim is None else _part(whole, tensor.tp_dim, tp, self.tp)
-                if self.sharded and box:
-                    # FSDP shards the part that tensor parallelism gives to this rank.
-                    box = _part(box, 0, dp % shards, shards)
-                if volume(box):
-                    held.setdefault(box, []).append(self.rank(stage, dp, tp))
-        return held
 
 
 def layer_range(layers: int, rank: int, size: int) -> range:
@@ -92,17 +28,70 @@ def layer_range(layers: int, rank: int, size: int) -> range:
     return range(start, start + base + (rank < extra))
 
 
-def _part(box: Box, dim: int, index: int, count: int) -> Box:
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter. `tp_dim`: the dimension that tensor-parallel ranks share, or None if each holds all of it.
+    `itemsize` is in bytes."""
+
+    shape: tuple[int, ...]
+    tp_dim: int | None
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class StageRanks:
+    """The dp x tp ranks of a stage. tp changes fastest. There are `copies` sets of dp / copies neighbours. The ranks of
+    each set share the first dimension of each tensor, or of its tensor-parallel part (FSDP). Uneven parts are like
+    torch's chunks. Each has ceil(n / k) entries, and the last ones are shorter or empty."""
+
+    tp: int = 1
+    dp: int = 1
+    copies: int = 1
+
+    def boxes(self, tensor: Tensor) -> dict[Box, list[int]]:
+        """The distinct parts of a tensor, which do not overlap, and the ranks that hold each part."""
+        held: dict[Box, list[int]] = {}
+        shards = self.dp // self.copies
+        for dp in range(self.dp):
+            for tp in range(self.tp):
+                box = tuple((0, n) for n in tensor.shape)
+                if tensor.tp_dim is not None:
+                    box = part_of(box, tensor.tp_dim, tp, self.tp)
+                if box:
+                    box = part_of(box, 0, dp % shards, shards)
+                if volume(box):
+                    held.setdefault(box, []).append(dp * self.tp + tp)
+        return held
+
+    def shares(self, tensors: Sequence[Tensor]) -> list[list[tuple[int, Box]]]:
+        """Which rank sends which part of each tensor, so that every element is sent once. Of its holders, the one that
+        has the least to send so far sends a part. Large parts are divided among their holders. The result is
+        deterministic."""
+        held = [
+            (volume(box) * t.itemsize, i, box, ranks)
+            for i, t in enumerate(tensors)
+            for box, ranks in self.boxes(t).items()
+        ]
+        share = sum(size for size, *_ in held) / max(1, len({rank for *_, ranks in held for rank in ranks}))
+        found: list[list[tuple[int, Box]]] = [[] for _ in tensors]
+        sent: Counter[int] = Counter()
+        # The largest part goes first to the least loaded holder. This is the classical way to balance loads on unlike
+        # machines.
+        for size, index, box, ranks in sorted(held, key=lambda h: (-h[0], h[1], h[2])):
+            count = int(min(len(ranks), size // MIN_PIECE_BYTES)) if size > share / 8 else 1
+            for piece in pieces(box, count):
+                sender = min(ranks, key=lambda rank: (sent[rank], rank))
+                sent[sender] += volume(piece) * tensors[index].itemsize
+                found[index].append((sender, piece))
+        return found
+
+
+def part_of(box: Box, dim: int, index: int, count: int) -> Box:
+    """Part `index` of `count` of a box along a dimension."""
     start, stop = box[dim]
     size = -(-(stop - start) // count)
     begin = min(start + index * size, stop)
     return (*box[:dim], (begin, min(begin + size, stop)), *box[dim + 1 :])
-
-
-def overlap(a: Box, b: Box) -> Box | None:
-    """The part that two boxes share. None if they share nothing."""
-    both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
-    return both if all(start < stop for start, stop in both) else None
 
 
 def volume(box: Box) -> int:

@@ -10,21 +10,21 @@ from torch import Tensor
 from dovetail.models.build import local_part
 from dovetail.models.transfer import Part
 from dovetail.protocol.weights.buckets import layer_of
-from dovetail.protocol.weights.layout import RankGrid
+from dovetail.protocol.weights.layout import StageRanks
 from dovetail.trainer.communication.groups import peer_errors
 from dovetail.trainer.engine import lora
 from dovetail.trainer.engine.engine_model import EngineModel
 from dovetail.trainer.engine.parallel import is_sharded
 
 
-def senders(held: EngineModel, most: int) -> RankGrid | None:
+def senders(held: EngineModel, most: int) -> StageRanks | None:
     """The layout in which at most `most` of the stage's first dp ranks together hold its tensors, or None if more ranks
     share them."""
     sharded, tp = is_sharded(held.module), held.groups.tp_size
     pipelines = getattr(held.groups.layout, "pipelines", 1)
     shards = held.dp_size // pipelines if sharded else 1
     copies = min(held.dp_size, most // tp) // shards
-    return RankGrid(tp=tp, dp=copies * shards, sharded=True, copies=copies) if copies else None
+    return StageRanks(tp, copies * shards, copies) if copies else None
 
 
 def parts(held: EngineModel, ready: Callable[[list[str]], None] = lambda names: None) -> Iterator[Part]:

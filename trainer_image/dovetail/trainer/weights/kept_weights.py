@@ -11,7 +11,7 @@ import torch
 
 from dovetail.models.transfer import Part
 from dovetail.protocol.messages import Probe
-from dovetail.protocol.weights.layout import RankGrid
+from dovetail.protocol.weights.layout import StageRanks
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.weight_sender import WeightParts, whole_part
 
@@ -111,7 +111,7 @@ class KeptWeights:
             layout, parts = source.layout, source.iterate()
         else:
             assert callable(source)
-            layout, parts = RankGrid(), map(whole_part, source())
+            layout, parts = StageRanks(), map(whole_part, source())
         sends = groups.dp_rank < layout.dp and groups.tp_rank < layout.tp
         held: list[Part] = []
         for part in parts:  # every rank must iterate to the end, because this may be a collective
