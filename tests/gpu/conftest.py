@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dovetail.launch.devices import cuda_devices
+from dovetail.gpus.nvidia_driver import cuda_devices
 from helpers.null_gpu import Run, scenarios
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 from unittest import mock
 
+from dovetail.gpus.nvidia_driver import cuda_devices
 from dovetail.launch import proctree, zygote
-from dovetail.launch.devices import cuda_devices
 from dovetail.launch.local.launcher import spawn_kind
 from dovetail.launch.spawn import PRELOAD, ForkSpawner
 

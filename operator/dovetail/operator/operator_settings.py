@@ -69,33 +69,33 @@ class OperatorSettings:
         """Read the settings from the environment. A variable that is not set keeps its default. Raises ValueError, or
         OSError for a pod template that cannot be read."""
         given = {key.removeprefix("DOVETAIL_").lower(): value for key, value in environ.items() if value}
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, default in OperatorSettings().__dict__.items():
             if name not in given:
                 continue
             text = given[name]
             if name == "pod_template":
-                found[name] = _template(Path(text))
+                values[name] = _template(Path(text))
             elif name == "gpu_products":
-                found[name] = _products(text)
+                values[name] = _products(text)
             elif name == "metrics_from":
-                found[name] = _objects(name, text, "NetworkPolicyPeers")
+                values[name] = _objects(name, text, "NetworkPolicyPeers")
             elif name == "egress":
-                found[name] = _objects(name, text, "NetworkPolicyEgressRules")
+                values[name] = _objects(name, text, "NetworkPolicyEgressRules")
             elif name == "gang" and text not in tuple(Gang):
                 raise ValueError(f"DOVETAIL_GANG is {text!r}; use one of {', '.join(Gang)}")
             elif name.endswith("_capabilities"):
-                found[name] = _capabilities(name, text)
+                values[name] = _capabilities(name, text)
             elif isinstance(default, bool):
-                found[name] = text == "true"
+                values[name] = text == "true"
             elif isinstance(default, tuple):
-                found[name] = tuple(part.strip() for part in text.split(",") if part.strip())
+                values[name] = tuple(part.strip() for part in text.split(",") if part.strip())
             else:
                 try:
-                    found[name] = type(default)(text)
+                    values[name] = type(default)(text)
                 except ValueError as error:
                     raise ValueError(f"DOVETAIL_{name.upper()} is {text!r}, not a number") from error
-        return OperatorSettings(**found)
+        return OperatorSettings(**values)
 
 
 def _capabilities(name: str, text: str) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ def _products(text: str) -> dict[str, GPU]:
 
 def _objects(name: str, text: str, kind: str) -> list[dict[str, Any]]:
     """A JSON list of objects of this kind."""
-    found = yaml.safe_load(text)
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+    items = yaml.safe_load(text)
+    if not isinstance(items, list) or not all(isinstance(each, dict) for each in items):
         raise ValueError(f"DOVETAIL_{name.upper()} is {text!r}, not a list of {kind}")
-    return found
+    return items

@@ -46,12 +46,12 @@ class JobProgress:
 
     def since(self, after: int, stage: str | None = None) -> list[Iteration]:
         """The rows from number `after` on, each step once."""
-        found: dict[tuple[str, int], Iteration] = {}
+        newest: dict[tuple[str, int], Iteration] = {}
         for row in self.rows[after:]:
             if stage is None or row.stage == stage:
-                found.pop((row.stage, row.step), None)
-                found[row.stage, row.step] = row
-        return list(found.values())
+                newest.pop((row.stage, row.step), None)
+                newest[row.stage, row.step] = row
+        return list(newest.values())
 
 
 class CoordinatorReader:
@@ -75,19 +75,19 @@ class CoordinatorReader:
         """The progress of an RLHFJob. If the coordinator cannot be asked, it is the progress that was known before.
         With `now`, it is asked even if the last answer is recent."""
         uid = job["metadata"]["uid"]
-        found = self._jobs.setdefault(uid, JobProgress())
+        progress = self._jobs.setdefault(uid, JobProgress())
         self._jobs.move_to_end(uid)
-        async with found.lock:
-            if now or self._clock() - found.asked >= self._seconds:
+        async with progress.lock:
+            if now or self._clock() - progress.asked >= self._seconds:
                 try:
-                    await self._ask(job, found)
+                    await self._ask(job, progress)
                 except (Unreachable, KubeError) as error:
-                    found.live = Live(reachable=False, message=str(error), status=found.live.status)
-                    if not found.rows and view.state_of(view.status_of(job)) in view.TERMINAL:
-                        found.rows = await self._kept(job)
-                found.asked = self._clock()
+                    progress.live = Live(reachable=False, message=str(error), status=progress.live.status)
+                    if not progress.rows and view.state_of(view.status_of(job)) in view.TERMINAL:
+                        progress.rows = await self._kept(job)
+                progress.asked = self._clock()
         self._forget()
-        return found
+        return progress
 
     def _forget(self) -> None:
         """Forget the jobs that nobody asked about for longest, if there are too many jobs or rows."""
@@ -114,39 +114,39 @@ class CoordinatorReader:
         limits: dict[str, Any] = {"seconds": self._answer_seconds, "most": coordinator_http.TRACE_BYTES}
         return await coordinator_http.fetch(self._session, url, token, take=take, **limits)
 
-    async def _ask(self, job: Object, found: JobProgress) -> None:
+    async def _ask(self, job: Object, progress: JobProgress) -> None:
         token, url = await self._token(job), await self._url(job)
         content = await self._fetch(f"{url}/v1/status", token, STATUS_BYTES)
         status = coordinator_http.document(content, STATUS_VALUES)
-        found.size += len(content) - found.status_size
-        found.status_size = len(content)
-        found.live = Live(reachable=True, status=status)
+        progress.size += len(content) - progress.status_size
+        progress.status_size = len(content)
+        progress.live = Live(reachable=True, status=status)
         try:
             async with asyncio.timeout(self._answer_seconds):
-                await self._rows(url, token, found)
+                await self._rows(url, token, progress)
         except TimeoutError as error:
             raise Unreachable(f"the coordinator's history did not come within {self._answer_seconds:g} s") from error
 
-    async def _rows(self, url: str, token: str, found: JobProgress) -> None:
+    async def _rows(self, url: str, token: str, progress: JobProgress) -> None:
         for _ in range(PAGES):
-            path = f"/v1/history?offset={found.offset}"
+            path = f"/v1/history?offset={progress.offset}"
             content = await self._fetch(url + path, token, coordinator_http.DOCUMENT_BYTES)
             page = coordinator_http.document(content)
             items, offset = page.get("rows"), page.get("offset")
-            if not isinstance(items, list) or not isinstance(offset, int) or offset <= found.offset:
+            if not isinstance(items, list) or not isinstance(offset, int) or offset <= progress.offset:
                 return
-            if found.size + len(content) > JOB_BYTES or len(found.rows) + len(items) > REMEMBERED_ROWS:
+            if progress.size + len(content) > JOB_BYTES or len(progress.rows) + len(items) > REMEMBERED_ROWS:
                 raise Unreachable("the coordinator's history is too long; the volume's history.jsonl has all of it")
-            found.rows += [row for item in items if (row := _row(item)) is not None]
-            found.size += len(content)
-            found.offset = offset
+            progress.rows += [row for item in items if (row := _row(item)) is not None]
+            progress.size += len(content)
+            progress.offset = offset
 
     async def _kept(self, job: Object) -> list[Iteration]:
         """The rows that the operator kept of a job that is over."""
         namespace, name = job["metadata"]["namespace"], names.history_config_map(job["metadata"]["name"])
         try:
-            found = await get(self._kube, core_path(namespace, "configmaps", name))
-            rows = json.loads(found["data"][names.ITERATIONS_KEY]) if view.owned_by(job, found) else []
+            config_map = await get(self._kube, core_path(namespace, "configmaps", name))
+            rows = json.loads(config_map["data"][names.ITERATIONS_KEY]) if view.owned_by(job, config_map) else []
         except (KubeError, KeyError, TypeError, ValueError):
             return []
         return [row for item in rows if (row := _row(item)) is not None]

@@ -12,13 +12,12 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import checkpoint_option
 from dovetail.cli.serve_command import model_option, vllm_extra
 from dovetail.coordinator.reporting.model_card import LANGUAGE_MODELS
-from dovetail.launch.devices import cuda_devices
+from dovetail.gpus.nvidia_driver import cuda_devices
 from dovetail.protocol.errors import UsageError
-from dovetail.protocol.process.extras import is_installed
+from dovetail.protocol.process.extras import is_installed, require
 from dovetail.tools.serving.chat import Replier
 from dovetail.tools.serving.served_result import check_served, has_own_template, model_folder, own_server
 

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.cli.common.require_extras import require
 from dovetail.coordinator.reporting.sample_texts import printable
 from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.fixed_names import DATA_KINDS
 from dovetail.manifest.types import Data, DataFormat, DataSource, TemplateUse
 from dovetail.protocol.errors import UsageError
+from dovetail.protocol.process.extras import require
 
 if TYPE_CHECKING:
     from dovetail.tools.data_look import DataLook

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import run_dir_argument
 from dovetail.protocol.errors import RunError, UsageError
+from dovetail.protocol.process.extras import require
 
 if TYPE_CHECKING:
     from dovetail.trainer.weights.compare_weights import Difference

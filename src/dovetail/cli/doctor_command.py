@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.launch.devices import cuda_devices
+from dovetail.gpus.nvidia_driver import cuda_devices
 from dovetail.protocol.process.extras import DISTRIBUTION, MARKS, Extra, is_installed
 from dovetail.tools.doctor.finding import Finding, report
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import iteration_option, run_dir_argument
 from dovetail.manifest.types import TRAINED_MODELS
+from dovetail.protocol.process.extras import require
 
 
 @click.command()

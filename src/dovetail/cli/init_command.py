@@ -11,9 +11,9 @@ from typing import get_args
 import click
 
 from dovetail.cli.common.one_line_options import as_yaml, manifest_of
-from dovetail.cli.common.require_extras import require
 from dovetail.manifest.fixed_names import PARQUET, DataKind
 from dovetail.protocol.errors import RunError, UsageError
+from dovetail.protocol.process.extras import require
 from dovetail.tools.one_line import OneLine, kubernetes_name
 from dovetail.tools.starter import (
     READ,

@@ -106,7 +106,7 @@ def read_job(
     """The checked job as it was written, the job with every default filled in, and the folder at which relative paths
     start. `~` in paths is the home folder. `cpu`: see `load_job`. Raises ManifestError and
     UsageError."""
-    from dovetail.launch.devices import cuda_devices
+    from dovetail.gpus.nvidia_driver import cuda_devices
     from dovetail.manifest.accelerators import no_gpus, on_cpus
     from dovetail.manifest.checks.validation import absolute_paths, check, check_files, resolve
 

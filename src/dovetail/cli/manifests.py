@@ -8,13 +8,13 @@ from tempfile import TemporaryDirectory
 import click
 from rich.console import Console
 
-from dovetail.cli.common.require_extras import require
 from dovetail.cli.doctor_command import findings_table
 from dovetail.cli.job_arguments import load_job, located, manifest_argument, set_option
 from dovetail.manifest.documents import ManifestError
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.errors import UsageError
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process.extras import require
 
 
 @click.command()

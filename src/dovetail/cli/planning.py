@@ -15,7 +15,7 @@ from dovetail.cli.common.plan_inputs import configurations, hardware, inventory,
 from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.cli.common.prediction_tables import pod_memory_table, prediction_tables
 from dovetail.cli.job_arguments import load_job, manifest_argument, new_file, read_job, set_option
-from dovetail.manifest.starting_models import owner
+from dovetail.manifest.sizes import owner
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.planner.hardware.gpus import GPU
 from dovetail.planner.inventory import Inventory

@@ -11,14 +11,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from dovetail.cli.common.require_extras import require
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.model_shape import Head
 from dovetail.manifest.types import ModelSource, RLHFJob, RLHFJobSpec
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.files.machine_profile import Machine, ModelTimes, Profile
 from dovetail.protocol.messages import ModelRef
-from dovetail.protocol.process.extras import Extra
+from dovetail.protocol.process.extras import Extra, require
 
 
 @click.command()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import checkpoint_option, run_dir_argument
 from dovetail.coordinator.reporting.model_card import LANGUAGE_MODELS
 from dovetail.protocol.errors import RunError, UsageError
+from dovetail.protocol.process.extras import require
 from dovetail.tools.serving.served_result import model_folder
 
 _REPOSITORY = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")

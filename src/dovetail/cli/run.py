@@ -11,7 +11,6 @@ import click
 from rich.console import Console
 
 from dovetail.cli.common.one_line_options import given, line_of, manifest_text, one_line_options
-from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import load_job, seed_option, set_option
 from dovetail.coordinator.reporting.report.report import write_report
 from dovetail.coordinator.reporting.report.run_summary import read_summary, show
@@ -25,7 +24,7 @@ from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.process.extras import needed_extras
+from dovetail.protocol.process.extras import needed_extras, require
 
 INTERRUPTED = 130
 # The result of a run is the first of these models that it has.

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import click
 
-from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import checkpoint_option, run_dir_argument
 from dovetail.coordinator.reporting.model_card import LANGUAGE_MODELS
-from dovetail.launch.devices import cuda_devices
-from dovetail.protocol.process.extras import Extra
+from dovetail.gpus.nvidia_driver import cuda_devices
+from dovetail.protocol.process.extras import Extra, require
 from dovetail.tools.serving.served_result import (
     check_port,
     check_served,

@@ -35,8 +35,8 @@ def played(chosen: Chosen) -> Simulated:
 
 def timeline_page(name: str, chosen: Chosen) -> bytes:
     """The page of a job called `name`: the run page with the view of a plan."""
-    found, simulated = chosen.prediction, played(chosen)
-    shown = _shown(found, chosen.costs.inventory.gpus)
+    prediction, simulated = chosen.prediction, played(chosen)
+    shown = _shown(prediction, chosen.costs.inventory.gpus)
     bars = [bar for bar in simulated.bars if shown is None or (bar.pool, bar.gpu) in shown]
     lanes: dict[tuple[str, int], list[tuple[Any, ...]]] = {}
     for bar in sorted(sorted(bars, key=lambda bar: bar.start - bar.end)[:BARS], key=lambda bar: bar.start):
@@ -44,30 +44,30 @@ def timeline_page(name: str, chosen: Chosen) -> bytes:
     plan = {
         "title": "Timeline by GPU" if shown is None else "Timeline, one GPU of each kind",
         "facts": [
-            f"{placement_name(found.placement, found.note)}, schedule {found.schedule}",
-            f"{found.iteration_seconds:.3g} s an iteration, {found.samples_per_second:.3g} samples/s "
+            f"{placement_name(prediction.placement, prediction.note)}, schedule {prediction.schedule}",
+            f"{prediction.iteration_seconds:.3g} s an iteration, {prediction.samples_per_second:.3g} samples/s "
             f"({simulated.seconds:.3g} s played event by event)",
-            f"hardware figures: {found.hardware}",
+            f"hardware figures: {prediction.hardware}",
         ],
-        "phases": list(found.phases.items()),
+        "phases": list(prediction.phases.items()),
         "lanes": [{"label": f"{pool} {gpu}", "bars": lanes[pool, gpu]} for pool, gpu in sorted(lanes)],
-        "tables": _tables(found),
+        "tables": _tables(prediction),
     }
     about = {"source": "file", "plan": True, "run": name, "written": time.time(), "left_out": ""}
     return frozen_page(encode({"about": about, "answers": {"plan": plan}}))
 
 
-def _shown(found: Prediction, gpus: int) -> set[tuple[str, int]] | None:
+def _shown(prediction: Prediction, gpus: int) -> set[tuple[str, int]] | None:
     """The GPUs to show: one of each range with the same tasks, and the first of each pipeline stage. None: all GPUs."""
     if gpus <= EVERY_GPU:
         return None
-    kept = {(m.group, m.first) for m in found.memory}
-    for task in found.tasks:
+    kept = {(m.group, m.first) for m in prediction.memory}
+    for task in prediction.tasks:
         kept |= {(task.group, task.first + stage * task.tp * task.dp) for stage in range(task.pp)}
     return kept
 
 
-def _tables(found: Prediction) -> list[dict[str, Any]]:
+def _tables(prediction: Prediction) -> list[dict[str, Any]]:
     tasks = [
         (
             task_name(t),
@@ -78,14 +78,14 @@ def _tables(found: Prediction) -> list[dict[str, Any]]:
             f"{t.seconds:.3g}",
             ", ".join(t.details),
         )
-        for t in found.tasks
+        for t in prediction.tasks
     ]
     columns = ("task", "group", "GPUs", "pp, tp, dp", "micro-batch", "seconds", "memory")
     memory = ("group", "GPUs", "used", "of", "by part")
     tables = [
         {"title": "Tasks", "columns": columns, "rows": tasks},
-        {"title": "Memory of a GPU, GiB", "columns": memory, "rows": list(map(memory_row, found.memory))},
+        {"title": "Memory of a GPU, GiB", "columns": memory, "rows": list(map(memory_row, prediction.memory))},
     ]
-    if others := [alternative_row(found, other) for other in found.alternatives]:
+    if others := [alternative_row(prediction, other) for other in prediction.alternatives]:
         tables.append({"title": "Decided against", "columns": ("placement", "seconds", "why"), "rows": others})
     return tables

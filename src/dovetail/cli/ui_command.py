@@ -12,9 +12,8 @@ from typing import Any
 
 import click
 
-from dovetail.cli.common.require_extras import require
 from dovetail.protocol.errors import UsageError
-from dovetail.protocol.process.extras import version
+from dovetail.protocol.process.extras import require, version
 
 PORT = 8470
 

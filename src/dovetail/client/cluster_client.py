@@ -167,14 +167,14 @@ class Cluster:
 
     def jobs(self) -> list[ClusterJob]:
         """All jobs of the namespace."""
-        found: list[ClusterJob] = []
+        listed: list[ClusterJob] = []
         rest: str | None = None
         while True:
             page = self._api.document("", params={"continue": rest} if rest else {})
-            found += [ClusterJob.model_validate(item) for item in page["items"]]
+            listed += [ClusterJob.model_validate(item) for item in page["items"]]
             rest = page.get("continue")
             if not rest:
-                return found
+                return listed
 
     def job(self, name: str) -> ClusterJob:
         """One job, with its progress."""
@@ -194,18 +194,18 @@ class Cluster:
         end, last = None if seconds is None else monotonic() + seconds, None
         while True:
             try:
-                found = self.job(name)
+                job = self.job(name)
             except ClientError as error:
                 if error.status in (400, 401, 403):
                     raise
                 if error.status == 404 and last is not None:
                     raise ClientError(f"job {name} was deleted", 404) from error
             else:
-                if found != last and on_change is not None:
-                    on_change(found)
-                last = found
-                if found.ended:
-                    return found
+                if job != last and on_change is not None:
+                    on_change(job)
+                last = job
+                if job.ended:
+                    return job
             if end is not None and monotonic() >= end:
                 said = "is unknown" if last is None else f"is {last.state}"
                 raise TimeoutError(f"job {name} {said} after {seconds:g} s")
@@ -264,14 +264,14 @@ class Cluster:
             wanted = list(iterations) or [self._last_samples(name, evaluation)]
             rows = (row for iteration in wanted for row in self._sample_rows(name, iteration, evaluation))
             if sort is None:
-                found = list(islice((row for row in rows if choose([row], pattern=pattern)), limit))
+                chosen = list(islice((row for row in rows if choose([row], pattern=pattern)), limit))
             else:
-                found = choose(list(rows), sort, ascending, pattern)[:limit]
+                chosen = choose(list(rows), sort, ascending, pattern)[:limit]
         except ClientError as error:
             if error.status != NO_COORDINATOR:
                 raise
             raise ClientError(self._where_samples_are(name) or str(error), error.status) from error
-        return [SampleRow.model_validate(row) for row in found]
+        return [SampleRow.model_validate(row) for row in chosen]
 
     def _where_samples_are(self, name: str) -> str:
         """A sentence that says where the samples of a job are. Empty if the job has not ended."""

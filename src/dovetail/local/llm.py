@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from dovetail.launch.devices import cuda_devices
+from dovetail.gpus.nvidia_driver import cuda_devices
 from dovetail.manifest.types import Generation, RLHFJob
 from dovetail.protocol.errors import RunError
 from dovetail.protocol.files.durable import read_object

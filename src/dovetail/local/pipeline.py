@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from dovetail.launch.devices import cuda_devices
+from dovetail.gpus.nvidia_driver import cuda_devices
 from dovetail.launch.processes import HOST
 from dovetail.launch.supervisor import Outcome
 from dovetail.manifest.accelerators import no_gpus, on_cpus
@@ -302,6 +302,6 @@ class Pipeline:
 
 def without_clip(job: RLHFJob) -> RLHFJob:
     """The job without reward clipping. The trainers do not know that a function is given here, and its author decides
-    the scale of its rewards (`dovetail.manifest.reward`)."""
+    the scale of its rewards (`dovetail.manifest.resolve`)."""
     ppo = job.spec.ppo.model_copy(update={"reward_clip": None})
     return job.model_copy(update={"spec": job.spec.model_copy(update={"ppo": ppo})})

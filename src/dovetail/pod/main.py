@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.devices import cuda_devices
+from dovetail.gpus.nvidia_driver import cuda_devices
 from dovetail.launch.liveness import Liveness, LivenessLimits, Pulses
 from dovetail.launch.processes import ProcessSpec
 from dovetail.launch.spawn import ExecSpawner
@@ -116,11 +116,11 @@ class PodOutput(LogFiles):
 
     def copy(self) -> None:
         for name, pipe in self._pipes.items():
-            with contextlib.suppress(BlockingIOError):
-                while chunk := os.read(pipe, 1 << 16):
-                    sys.stdout.buffer.write(chunk)
-                    sys.stdout.buffer.flush()
-                    self._last[name] = (self._last.get(name, b"") + chunk)[-LONGEST_LINE:]
+            with contextlib.suppress(BlockingIOError):  # a pipe holds 64 KiB
+                chunk = os.read(pipe, 1 << 16)
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()
+                self._last[name] = (self._last.get(name, b"") + chunk)[-LONGEST_LINE:]
 
     def close(self) -> None:
         """Copy what is left, and close the pipes."""

@@ -165,31 +165,33 @@ def _data_found(
     chat = with_system(chat_format(tokenizer), source)
     try:
         if source.path is None:
-            found = look_at_hub(source, field, kind, encoder, chat, cache)
+            described = look_at_hub(source, field, kind, encoder, chat, cache)
         else:
-            found = look(folder / source.path, field, kind, source.format, encoder, chat, source.template)
+            described = look(folder / source.path, field, kind, source.format, encoder, chat, source.template)
     except DataError as error:
         return Finding(name, "problem", str(error))
-    if found.first_error is not None:
-        more = f"; {found.errors - 1:,} more of its records are bad" if found.errors > 1 else ""
-        return Finding(name, "problem", found.first_error + more)
-    if found.tools and not chat.shows_tools:
-        says = f"{found.tools:,} of {found.records:,} records have tools, but the chat template shows none of them"
+    if described.first_error is not None:
+        more = f"; {described.errors - 1:,} more of its records are bad" if described.errors > 1 else ""
+        return Finding(name, "problem", described.first_error + more)
+    if described.tools and not chat.shows_tools:
+        says = (
+            f"{described.tools:,} of {described.records:,} records have tools, but the chat template shows none of them"
+        )
         return Finding(name, "warning", says, "take a tokenizer whose template does, or leave the tools out")
-    return _described(name, found)
+    return _described(name, described)
 
 
-def _described(name: str, found: DataLook) -> Finding:
-    lengths = [f"{row.part}: median {row.median:,}, longest {row.longest:,} tokens" for row in found.lengths]
-    odd = [clause for clause in (found.empty, found.repeated) if clause]
-    says = "; ".join([f"{found.records:,} records, {found.format}", *lengths, *odd])
-    if found.equal:
-        says += f"; {equal_pairs(found.equal, f'the {found.records:,} pairs')}"
-        if found.equal > EQUAL_SHARE * found.records:
+def _described(name: str, dataset: DataLook) -> Finding:
+    lengths = [f"{row.part}: median {row.median:,}, longest {row.longest:,} tokens" for row in dataset.lengths]
+    odd = [clause for clause in (dataset.empty, dataset.repeated) if clause]
+    says = "; ".join([f"{dataset.records:,} records, {dataset.format}", *lengths, *odd])
+    if dataset.equal:
+        says += f"; {equal_pairs(dataset.equal, f'the {dataset.records:,} pairs')}"
+        if dataset.equal > EQUAL_SHARE * dataset.records:
             return Finding(name, "warning", says, "leave them out, or raise spec.data.maxTokens if they are cut")
-    if found.empty:
+    if dataset.empty:
         return Finding(name, "warning", says, "leave them out, or the model learns to say nothing")
-    cut = [row for row in found.lengths if row.cut > CUT_SHARE * found.records]
+    cut = [row for row in dataset.lengths if row.cut > CUT_SHARE * dataset.records]
     if cut:
         row = cut[0]
         field = "spec.data.maxPromptTokens" if row.part == "prompt" else "spec.data.maxTokens"

@@ -31,7 +31,7 @@ from dovetail.coordinator.store.identity import KEY
 from dovetail.coordinator.store.manifest_changes import CHANGES, RANKS, Settled
 from dovetail.coordinator.store.store import KeyValues, StoreError, open_records
 from dovetail.coordinator.workers.trainer_group import TrainerError, TrainerGroup, TrainerLost
-from dovetail.launch.devices import cuda_devices
+from dovetail.gpus.nvidia_driver import cuda_devices
 from dovetail.launch.local.launcher import spawn_kind
 from dovetail.launch.ports import PortReservation
 from dovetail.launch.processes import HOST, ProcessSpec, port_names, render

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.manifest.reward import reward_clip
+from dovetail.manifest.resolve import reward_clip
 from dovetail.manifest.types import PPO, Stage
 from dovetail.protocol.wire import pack, unpack
 from dovetail.trainer.algorithms import advantages as adv

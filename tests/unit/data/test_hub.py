@@ -209,17 +209,21 @@ def test_too_small_a_disk_is_told_before_the_weights_are_asked_for(
 
 
 @pytest.mark.slow
-def test_a_shared_cache_is_used_where_it_is_complete(world: World, tmp_path: Path) -> None:
+def test_a_shared_cache_is_used_where_it_is_complete(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     _, commit = world.fetch()
     shared = tmp_path / "shared"
     shutil.move(world.run / "hub", shared / "hub")
     (world.run / "hub.json").unlink()
     world.server.asked.clear()
-    folder, found = world.fetch(shared=shared)
+    monkeypatch.setattr(hub, "HUB_CACHE", str(shared))
+    spec = HubSpec(cache_claim="models", token_secret=SecretKey(name="hf"))
+    folder, found = world.fetch(spec=spec)
     assert (found, world.server.asked) == (commit, [])
     assert shared in folder.parents
     (folder / sorted(WEIGHTS)[0]).unlink()
-    folder, found = world.fetch(shared=shared)
+    folder, found = world.fetch(spec=spec)
     assert found == commit
     assert world.run in folder.parents
 

@@ -16,13 +16,12 @@ from click.testing import CliRunner
 from packaging.requirements import Requirement
 
 from dovetail.cli.common.overrides import apply_overrides
-from dovetail.cli.common.require_extras import require
 from dovetail.cli.entry import start
 from dovetail.cli.main import cli
 from dovetail.cli.run import Follower, event_line, next_steps
 from dovetail.launch.supervisor import Outcome
 from dovetail.protocol.errors import RunError, UsageError
-from dovetail.protocol.process.extras import DISTRIBUTION, MARKS
+from dovetail.protocol.process.extras import DISTRIBUTION, MARKS, require
 from helpers.finished_runs import finished_run
 
 JOB = {
@@ -470,7 +469,7 @@ def test_gpus_that_are_not_there_are_refused_unless_cpus_are_meant(manifest, mon
     job["spec"]["groups"][1]["gpu"] = gpu
     path.write_text(yaml.safe_dump(job))
     ran = []
-    monkeypatch.setattr("dovetail.launch.devices.cuda_devices", lambda: [str(i) for i in range(present)])
+    monkeypatch.setattr("dovetail.gpus.nvidia_driver.cuda_devices", lambda: [str(i) for i in range(present)])
     monkeypatch.setattr("dovetail.cli.run.run_job", lambda job, *_, **more: ran.append((job, more["hint"])) or 0)
     result = CliRunner().invoke(cli, ["run", str(manifest)])
     if sentence is None:

@@ -15,7 +15,7 @@ import pytest
 from dovetail.coordinator.store.identity import identify, read_id
 from dovetail.coordinator.store.manifest_changes import adopt
 from dovetail.coordinator.store.store import Store
-from dovetail.launch.devices import cuda_devices
+from dovetail.gpus.nvidia_driver import cuda_devices
 from dovetail.launch.local.launcher import Launcher, Stopwatch, spawn_kind
 from dovetail.launch.local.rundir import RunDir, explained
 from dovetail.launch.logs import last_line

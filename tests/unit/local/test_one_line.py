@@ -208,7 +208,7 @@ def test_a_mistake_is_one_sentence(here: Path, arguments: tuple[str, ...], sente
 def test_this_machines_gpus_take_turns_at_training_and_generation(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = tuple(Device(i, "NVIDIA A100-SXM4-80GB", (8, 0), 80 * 2**30) for i in range(2))
     monkeypatch.setattr(nvidia_driver, "ask_driver", lambda: Driver((13, 0), devices))
-    monkeypatch.setattr("dovetail.launch.devices.cuda_devices", lambda: ["0", "1"])
+    monkeypatch.setattr("dovetail.gpus.nvidia_driver.cuda_devices", lambda: ["0", "1"])
     done = run(*GRPO, "--print-only")
     assert done.exit_code == 0, done.output
     (group,) = parse_manifest(done.stdout).spec.groups

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from dovetail.gpus.gpu_failure import GPUFailed
 from dovetail.gpus.kernel_check import my_capability
-from dovetail.manifest.resolve import with_lag
-from dovetail.manifest.reward import ppo_config
+from dovetail.manifest.resolve import ppo_config, with_lag
 from dovetail.manifest.types import Parallelism, RLHFJob, Stage
 from dovetail.protocol.eventlog import EventLog
 from dovetail.protocol.plan import Plan

@@ -24,16 +24,16 @@ _WORDS = {
 }
 
 
-def prediction_tables(found: Prediction, title: str = "Predicted PPO iteration") -> Group:
+def prediction_tables(prediction: Prediction, title: str = "Predicted PPO iteration") -> Group:
     """The tables of a prediction: the GPUs of each task with its times, the memory by part, the lags, and the
     placements that were not chosen."""
-    parts: list[Table | str] = [_tasks(found, title), "", *_facts(found)]
-    if found.memory:
-        parts += ["", _memory(found)]
-    if found.lags:
-        parts += ["", _lags(found), _lag_choice(found)]
-    if found.alternatives:
-        parts += ["", _alternatives(found)]
+    parts: list[Table | str] = [_tasks(prediction, title), "", *_facts(prediction)]
+    if prediction.memory:
+        parts += ["", _memory(prediction)]
+    if prediction.lags:
+        parts += ["", _lags(prediction), _lag_choice(prediction)]
+    if prediction.alternatives:
+        parts += ["", _alternatives(prediction)]
     return Group(*parts)
 
 
@@ -53,11 +53,11 @@ def placement_name(placement: str, note: str) -> str:
     return f"{placement} ({note})" if note else placement
 
 
-def _tasks(found: Prediction, title: str) -> Table:
+def _tasks(prediction: Prediction, title: str) -> Table:
     # Without GPUs there is a table of the pods' memory instead.
-    places = "GPUs" if found.memory else "processes"
+    places = "GPUs" if prediction.memory else "processes"
     table = _table(title, ("task", "group", places, "pp,tp,dp"), ("micro-batch", "seconds"), "memory")
-    for task in found.tasks:
+    for task in prediction.tasks:
         layout, seconds = f"{task.pp},{task.tp},{task.dp}", f"{task.seconds:.3g}"
         where, details = (task.group, gpu_range(task), layout), ", ".join(task.details)
         table.add_row(task_name(task), *where, micro_batch(task), seconds, details)
@@ -83,22 +83,23 @@ def _range(first: int, count: int) -> str:
     return str(first) if count == 1 else f"{first}-{first + count - 1}"
 
 
-def _facts(found: Prediction) -> Iterator[str]:
-    phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in found.phases.items() if seconds)
-    yield f"Placement: {placement_name(found.placement, found.note)}"
-    yield f"Schedule of actor and critic: {found.schedule}"
-    if found.memory:
-        threshold = "none" if found.migration is None else f"at {found.migration:.0%} of the samples left"
+def _facts(prediction: Prediction) -> Iterator[str]:
+    phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in prediction.phases.items() if seconds)
+    yield f"Placement: {placement_name(prediction.placement, prediction.note)}"
+    yield f"Schedule of actor and critic: {prediction.schedule}"
+    if prediction.memory:
+        threshold = "none" if prediction.migration is None else f"at {prediction.migration:.0%} of the samples left"
         yield f"Migration of generation's tail: {threshold}"
-    speed = f"{_rate(found.samples_per_second)} samples/s"
-    lag = f" with lag {found.lag}" if found.lag else ""
-    yield f"Iteration{lag}: {found.iteration_seconds:.3g} s ({phases}); {speed}"
-    if found.samples_per_dollar is not None:
-        lost = f", {found.lost_share:.1%} of it for GPUs that come and go" if found.lost_share else ""
-        yield f"Price of 1,000 samples: {_rate(1000 / found.samples_per_dollar)}{lost}"
-    if found.lag:
-        yield f"One after the other, its phases would take {found.synchronous_seconds:.3g} s"
-    yield f"Hardware figures: {found.hardware}; {found.examined} iteration{'s'[: found.examined != 1]} estimated"
+    speed = f"{_rate(prediction.samples_per_second)} samples/s"
+    lag = f" with lag {prediction.lag}" if prediction.lag else ""
+    yield f"Iteration{lag}: {prediction.iteration_seconds:.3g} s ({phases}); {speed}"
+    if prediction.samples_per_dollar is not None:
+        lost = f", {prediction.lost_share:.1%} of it for GPUs that come and go" if prediction.lost_share else ""
+        yield f"Price of 1,000 samples: {_rate(1000 / prediction.samples_per_dollar)}{lost}"
+    if prediction.lag:
+        yield f"One after the other, its phases would take {prediction.synchronous_seconds:.3g} s"
+    plural = "s"[: prediction.examined != 1]
+    yield f"Hardware figures: {prediction.hardware}; {prediction.examined} iteration{plural} estimated"
 
 
 def _rate(value: float) -> str:
@@ -106,9 +107,9 @@ def _rate(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _memory(found: Prediction) -> Table:
+def _memory(prediction: Prediction) -> Table:
     table = _table("Memory of a GPU, GiB", ("group", "GPUs"), ("used", "of"), "by part")
-    for each in found.memory:
+    for each in prediction.memory:
         table.add_row(*memory_row(each))
     return table
 
@@ -135,9 +136,9 @@ def pod_memory_table(pods: Sequence[PodMemory]) -> Table:
     return table
 
 
-def _lags(found: Prediction) -> Table:
+def _lags(prediction: Prediction) -> Table:
     table = _table("With a lag (spec.ppo.lag)", (), ("lag", "seconds", "trainers idle", "rollouts idle"), "")
-    for row in found.lags:
+    for row in prediction.lags:
         table.add_row(*lag_row(row))
     return table
 
@@ -153,28 +154,28 @@ def lag_row(row: PredictedLag) -> tuple[str, str, str, str, str]:
     return str(row.lag), told(row.iteration_seconds, ".3g"), *idle, row.problem or ""
 
 
-def _lag_choice(found: Prediction) -> str:
-    return f"The planner would take lag {found.best_lag}: {found.best_lag_reason}."
+def _lag_choice(prediction: Prediction) -> str:
+    return f"The planner would take lag {prediction.best_lag}: {prediction.best_lag_reason}."
 
 
-def _alternatives(found: Prediction) -> Table:
+def _alternatives(prediction: Prediction) -> Table:
     table = _table("Decided against", ("placement",), ("seconds",), "why")
-    for other in found.alternatives:
-        table.add_row(*alternative_row(found, other))
+    for other in prediction.alternatives:
+        table.add_row(*alternative_row(prediction, other))
     return table
 
 
-def alternative_row(found: Prediction, other: Alternative) -> tuple[str, str, str]:
+def alternative_row(prediction: Prediction, other: Alternative) -> tuple[str, str, str]:
     """The placement, its seconds, and why it was not chosen."""
     seconds = "" if other.seconds is None else f"{other.seconds:.3g}"
-    return placement_name(other.placement, other.note), seconds, other.problem or _gap(found, other)
+    return placement_name(other.placement, other.note), seconds, other.problem or _gap(prediction, other)
 
 
-def _gap(found: Prediction, other: Alternative) -> str:
+def _gap(prediction: Prediction, other: Alternative) -> str:
     """How much slower the alternative is. It may also be faster, but by less than the error of the time model."""
     if other.seconds is None:
         return ""
     # The times of alternatives are without a lag, so they are compared with the time without one.
-    if other.seconds < found.synchronous_seconds:
+    if other.seconds < prediction.synchronous_seconds:
         return "gains too little to rely on"
-    return f"{other.seconds / found.synchronous_seconds - 1:+.1%}"
+    return f"{other.seconds / prediction.synchronous_seconds - 1:+.1%}"

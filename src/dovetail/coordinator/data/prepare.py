@@ -43,7 +43,7 @@ from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.fixed_names import MODEL_NAMES, DataKind
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import target_problem
-from dovetail.manifest.starting_models import TRAINED, owner
+from dovetail.manifest.sizes import TRAINED, owner
 from dovetail.manifest.types import LoRA, ModelSource, RLHFJobSpec, ScratchModel, Stage, TrainedModel
 from dovetail.protocol.files.durable import sync
 from dovetail.protocol.messages import ModelRef

@@ -72,7 +72,6 @@ from dovetail.protocol.http import serving
 from dovetail.protocol.http.client_session import client_session
 from dovetail.protocol.messages import CommandResult, ModelRef, Offer, Register
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.process.env import HUB_CACHE
 from dovetail.protocol.process.process_names import scorer_name
 
 # The time that the trainers may take to join, and a first rollout to start, if the manifest sets no limit.
@@ -125,8 +124,7 @@ class Engines:
         if Stage.PPO in spec.stages:
             self.records.results.fact("method", spec.ppo.method)
             self.records.progress.update(method=spec.ppo.method)
-        shared = Path(HUB_CACHE) if settings.pods and spec.hub.cache_claim else None
-        self._hub = Hub(spec.hub, settings.run_dir, pods=settings.pods, shared=shared, note=self._note)
+        self._hub = Hub(spec.hub, settings.run_dir, pods=settings.pods, note=self._note)
         self._trackers = TrackerProcesses(spec, settings.run_dir, self.run_id, log)
         self._batches = Batches(None, self.records.batches, store)
         self._rewards = self._reward_calls()

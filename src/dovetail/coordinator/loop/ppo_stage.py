@@ -31,7 +31,7 @@ from dovetail.coordinator.store.store import in_slices
 from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSession
 from dovetail.coordinator.workers.weights import Weights
 from dovetail.manifest.critic import has_critic
-from dovetail.manifest.reward import ppo_config
+from dovetail.manifest.resolve import ppo_config
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol import clock
 from dovetail.protocol.experience import Experience

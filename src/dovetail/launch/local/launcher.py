@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import resource
 import signal
@@ -18,17 +17,17 @@ from typing import Any, Literal
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.downloads.model_folders import check_local
-from dovetail.launch.devices import cuda_devices
+from dovetail.gpus.nvidia_driver import cuda_devices
 from dovetail.launch.liveness import Liveness, LivenessLimits, Pulses
 from dovetail.launch.local.aftermath import DiskWatch, give_back, reserve, with_cause, write_results
-from dovetail.launch.local.rundir import RunDir, write_text
+from dovetail.launch.local.rundir import RunDir
 from dovetail.launch.ports import PortReservation
 from dovetail.launch.processes import HOST, ProcessSpec, port_names, render
 from dovetail.launch.spawn import ExecSpawner, ForkSpawner, Spawner
 from dovetail.launch.supervisor import JobRestarts, Outcome, Supervisor, cpu_threads
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.protocol.errors import RunError, UsageError
-from dovetail.protocol.files.durable import read_object
+from dovetail.protocol.files.durable import read_object, write_json
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.inheritance import inherited
@@ -311,7 +310,7 @@ class Stopwatch:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = path, clock
-        self._before, self._begun = _read(path), clock()
+        self._before, self._begun = max(0.0, float(read_object(path).get("seconds") or 0.0)), clock()
         self._written = self._begun
 
     @property
@@ -325,17 +324,8 @@ class Stopwatch:
 
     def write(self) -> None:
         self._written = self._clock()
-        try:
-            write_text(self._path, json.dumps({"seconds": round(self.seconds, 3)}) + "\n")
-        except OSError:
-            return
-
-
-def _read(path: Path) -> float:
-    try:
-        return max(0.0, float(json.loads(path.read_text())["seconds"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0.0
+        with contextlib.suppress(OSError):
+            write_json(self._path, {"seconds": round(self.seconds, 3)})
 
 
 def earlier_run(resume: bool, overwrite: bool) -> Earlier:

@@ -28,7 +28,7 @@ from dovetail.coordinator.store.store import StoreError, open_records
 from dovetail.manifest.checks.changes import changes
 from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol.errors import RunError, UsageError
-from dovetail.protocol.files.durable import read_object, sync
+from dovetail.protocol.files.durable import read_object, write_json, write_whole
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.env import token_problem
@@ -44,18 +44,6 @@ def explained(path: Path) -> Iterator[None]:
             raise RunError(f"the disk that holds {path} is full; free some space or use another --run-dir") from error
         reason = (error.strerror or str(error)).lower()
         raise RunError(f"cannot write the run directory {path}: {reason}; choose another with --run-dir") from error
-
-
-def write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write a file atomically."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    sync(path.parent)
 
 
 class RunDir:
@@ -144,14 +132,14 @@ class RunDir:
         with explained(self.path):
             if not resume:
                 write_id(self.path, new_id())
-            write_text(self.path / "plan.json", plan.model_dump_json(by_alias=True, indent=2) + "\n")
-            write_text(path, json.dumps(new, indent=2) + "\n")
+            write_whole(self.path / "plan.json", plan.model_dump_json(by_alias=True, indent=2).encode() + b"\n")
+            write_json(path, new)
         return told
 
     def write_profile(self, profile: Profile) -> None:
         """Write profile.json: the measured times for the first schedule of training."""
         with explained(self.path):
-            write_text(self.path / "profile.json", profile.model_dump_json(by_alias=True, indent=2) + "\n")
+            write_json(self.path / "profile.json", profile.model_dump(mode="json", by_alias=True))
 
     def token(self) -> str:
         """The run's secret token. It is made on first use, and only the user can read its file. Raises UsageError if
@@ -159,7 +147,7 @@ class RunDir:
         path = self.path / "token"
         with explained(self.path):
             if not path.exists():
-                write_text(path, secrets.token_hex(32), mode=0o600)
+                write_whole(path, secrets.token_hex(32).encode(), mode=0o600)
             token = path.read_text(errors="replace").strip()
         if problem := token_problem(token):
             raise UsageError(f"the run's token file, {path}, {problem}; delete it and give --resume: a new one is made")

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dovetail.manifest.field_policy import at_path, resumable
-from dovetail.manifest.reward import reward_clip
+from dovetail.manifest.resolve import reward_clip
 from dovetail.manifest.types import RLHFJobSpec
 
 # Releases before `ppo.kl.in` wrote this value into job.json if the manifest had none.

@@ -12,8 +12,7 @@ from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sa
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_shape import Head, ModelShape, ShapeError
-from dovetail.manifest.sizes import pod_count
-from dovetail.manifest.starting_models import owner
+from dovetail.manifest.sizes import owner, pod_count
 from dovetail.manifest.types import Dtype, Group, ModelSource, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner import candidate
 from dovetail.planner.candidate import Share, Task

@@ -32,11 +32,12 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     write_whole(path, (json.dumps(document, indent=2, sort_keys=False) + "\n").encode())
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a file atomically. It then has all of `data`, or its old content. Raises OSError that names `path`."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("wb", buffering=0) as file:
+        temporary.unlink(missing_ok=True)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", buffering=0) as file:
             left = memoryview(data)
             while left:
                 left = left[file.write(left) :]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Literal
 
 from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.errors import UsageError
 from dovetail.protocol.plan import Plan
 
 DISTRIBUTION = "dovetail-rlhf"
@@ -62,3 +63,10 @@ def missing_extras(what: str, extras: Collection[Extra], installed: Callable[[st
 def import_error(what: str, extras: Collection[Extra], error: ModuleNotFoundError) -> ImportError:
     """The error to raise if a module of the Python API cannot be imported. It names the missing extras."""
     return ImportError(missing_extras(what, extras) or str(error))
+
+
+def require(what: str, extras: Collection[Extra], installed: Callable[[str], bool] = is_installed) -> None:
+    """Check that `extras` are installed. `what`: who needs them, for example "dovetail run". Raises UsageError (exit
+    code 2) with one sentence that names the missing extras and the command that installs them."""
+    if sentence := missing_extras(what, extras, installed):
+        raise UsageError(sentence)

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dovetail.gpus.nvidia_driver import BrokenDriver, NoDriver, ask_driver
-from dovetail.launch.devices import cuda_devices
+from dovetail.gpus.nvidia_driver import BrokenDriver, NoDriver, ask_driver, cuda_devices
 from dovetail.launch.ports import PortReservation
 from dovetail.protocol.errors import RunError
 from dovetail.rollout.versions import installed, version_problem

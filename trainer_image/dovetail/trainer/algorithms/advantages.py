@@ -401,7 +401,7 @@ def compute_advantages(
     steps: tuple[Tensor, Tensor] | None = None,
 ) -> Advantages:
     """Advantages of a whole iteration's batch, as `spec.ppo` says. `rewardClip: Auto` clips nothing here, because
-    `dovetail.manifest.reward` resolves it.
+    `dovetail.manifest.resolve` resolves it.
 
     scores, groups, finished (batch,); logprobs (of the old policy), ref_logprobs, mask, values (batch, time). `steps`
     holds the rewards of steps (batch, time), and the tokens at which they end (batch, time) bool. With gae and

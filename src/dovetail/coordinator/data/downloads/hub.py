@@ -23,6 +23,7 @@ from dovetail.coordinator.data.downloads.hub_client import FINAL, Request, small
 from dovetail.manifest.checks.model_contents import INDEX, weight_files
 from dovetail.manifest.types import HubAccess as HubSpec
 from dovetail.protocol.files.durable import write_whole
+from dovetail.protocol.process.env import HUB_CACHE
 
 COMMITS = "hub.json"
 MAIN = "main"
@@ -48,9 +49,9 @@ class _Model:
 
 class Hub:
     """Downloads the repositories of a run. If `run_dir` is None, nothing is recorded. With `pods`, files go to the run
-    directory, which all pods can read. Otherwise they go to the user's own cache on this machine. `shared` is a cache
-    of models that all pods can read. `note` is called with a sentence about the progress of a download. `clock` returns
-    monotonic seconds. Methods raise DataError with a sentence for the user."""
+    directory, which all pods can read, unless they are in the cache that all pods mount (spec.hub.cacheClaim).
+    Otherwise they go to the user's own cache on this machine. `note` is called with a sentence about the progress of a
+    download. `clock` returns monotonic seconds. Methods raise DataError with a sentence for the user."""
 
     def __init__(
         self,
@@ -58,7 +59,6 @@ class Hub:
         run_dir: Path | None = None,
         *,
         pods: bool = False,
-        shared: Path | None = None,
         note: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -67,7 +67,7 @@ class Hub:
         self._pods = pods
         self._cache = run_dir / "hub" if pods and run_dir is not None else None
         self._record = run_dir / COMMITS if run_dir is not None else None
-        self._shared = shared
+        self._shared = Path(HUB_CACHE) if pods and spec.cache_claim else None
         self._note = note
         self._clock = clock
         self._sleep = sleep
