@@ -1,4 +1,4 @@
-"""Shows RLHFJobs in the form of the API. The functions are pure."""
+"""Shows RLHFJobs in the form of the API."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The GPUs of a manifest. It finds where a manifest asks for them, makes the same job without them, and finds servers
-that leave them to other processes. The functions are pure."""
+that leave them to other processes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Applies strategic merge patches to pod templates. It has the subset of Kubernetes' rules that pod templates use. The
-functions are pure."""
+"""Applies strategic merge patches to pod templates. It has the subset of Kubernetes' rules that pod templates use."""
 
 from __future__ import annotations
 

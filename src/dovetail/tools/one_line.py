@@ -1,4 +1,4 @@
-"""Makes the manifest for `dovetail run --method ...` from a method, a model, data and reward functions. Pure."""
+"""Makes the manifest for `dovetail run --method ...` from a method, a model, data and reward functions."""
 
 from __future__ import annotations
 

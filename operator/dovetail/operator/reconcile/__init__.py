@@ -1,1 +1,1 @@
-"""Decides what to do for one job, from everything that is known of it. The functions are pure."""
+"""Decides what to do for one job, from everything that is known of it."""

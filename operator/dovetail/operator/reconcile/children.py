@@ -1,4 +1,4 @@
-"""The objects that exist for a job. It reads facts from them. The functions are pure."""
+"""The objects that exist for a job. It reads facts from them."""
 
 from __future__ import annotations
 

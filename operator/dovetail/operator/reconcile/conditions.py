@@ -1,4 +1,4 @@
-"""A job's conditions. It finds which have changed, and since when they hold. The functions are pure."""
+"""A job's conditions. It finds which have changed, and since when they hold."""
 
 from __future__ import annotations
 

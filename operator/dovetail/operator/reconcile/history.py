@@ -1,4 +1,4 @@
-"""Keeps steps of a job for the time when its coordinator is gone. Their number is limited. The functions are pure."""
+"""Keeps steps of a job for the time when its coordinator is gone. Their number is limited."""
 
 from __future__ import annotations
 

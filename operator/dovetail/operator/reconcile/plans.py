@@ -1,4 +1,4 @@
-"""Shows a plan in the job's status. The functions are pure."""
+"""Shows a plan in the job's status."""
 
 from __future__ import annotations
 

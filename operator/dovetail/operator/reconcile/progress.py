@@ -1,4 +1,4 @@
-"""Translates the coordinator's GET /v1/status into fields of the job's status. The functions are pure."""
+"""Translates the coordinator's GET /v1/status into fields of the job's status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says why Kueue does not admit a job. It reads the job's Workload. The functions are pure."""
+"""Says why Kueue does not admit a job. It reads the job's Workload."""
 
 from __future__ import annotations
 

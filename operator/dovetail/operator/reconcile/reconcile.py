@@ -1,4 +1,4 @@
-"""`reconcile` decides what to do for one job, from everything that is known of it. It is a pure function.
+"""`reconcile` decides what to do for one job, from everything that is known of it.
 
 It is level-triggered, so its answer does not depend on what happened before. It may be called at any time. If a step
 failed, the next call asks for it again. Facts that must not be forgotten are in the job's status. The most important

@@ -1,5 +1,4 @@
-"""Makes the sentences of a job's status when its objects cannot be made, also because of another job's names. The
-functions are pure."""
+"""Makes the sentences of a job's status when its objects cannot be made, also because of another job's names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Says what another number of GPU nodes means for a job. It computes how many pods of each group have room, and what
-the status says about it. The functions are pure.
+the status says about it.
 
 A running job keeps its plan. The number of its trainers is fixed, and its surplus rollouts come and go in any case.
 Only its status changes."""

@@ -1,5 +1,5 @@
-"""Finds out why pods do not run. It gives a reason, and a sentence that names the pod, its exit code and its last line.
-The functions are pure."""
+"""Finds out why pods do not run. It gives a reason, and a sentence that names the pod, its exit code and its last
+line."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Renders the children of a job as plain objects. All functions are pure, and each kind has a file."""
+"""Renders the children of a job as plain objects. Each kind has a file."""

@@ -1,5 +1,5 @@
 """Judges whether an iteration's metrics can be trusted, and whether the policy still learns. Each verdict is one
-sentence. The functions are pure.
+sentence.
 
 docs/health.md says what each verdict means, where its limit comes from and what to do."""
 

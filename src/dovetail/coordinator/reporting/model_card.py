@@ -1,5 +1,4 @@
-"""Makes README.md of a trained model. It says what the model is, how it was trained, and how to use it. The functions
-are pure."""
+"""Makes README.md of a trained model. It says what the model is, how it was trained, and how to use it."""
 
 from __future__ import annotations
 

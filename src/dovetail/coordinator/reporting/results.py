@@ -22,8 +22,7 @@ RECORDS = ("job/seconds", "ppo/totals", CHANGES, *STEPS.values())
 
 
 def summarise(records: Mapping[str, Any], state: str, reason: str | None = None) -> dict[str, Any]:
-    """The content of summary.json, from a store's records. It has facts, totals and the job's progress. The function is
-    pure.
+    """The content of summary.json, from a store's records. It has facts, totals and the job's progress.
 
     `progress` has the last stage that began, and its last finished step. For PPO that is an iteration."""
     document = build({key.removeprefix("fact/"): value for key, value in records.items() if key.startswith("fact/")})

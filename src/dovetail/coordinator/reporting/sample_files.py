@@ -43,7 +43,7 @@ def weights_name(version: int) -> str:
 def sample_rows(
     experience: Experience, samples: Sequence[Sample], rewards: Mapping[Key, Mapping[str, float]]
 ) -> list[Row]:
-    """One JSON object for each sample, in order of (prompt, sample). The function is pure.
+    """One JSON object for each sample, in order of (prompt, sample).
 
     `samples` are those of the experience, in the same order. `rewards` has the rewards that reward functions returned,
     by sample and function. The rows have them as `rewards`. Their `response` has the tokens that end it, and their

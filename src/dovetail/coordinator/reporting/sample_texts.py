@@ -1,4 +1,4 @@
-"""Shows the samples of a run as text. Pure, except for `read`."""
+"""Shows the samples of a run as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the rows of a run's results, which compare before and after. The functions are pure."""
+"""Makes the rows of a run's results, which compare before and after."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Says what a pod template in a manifest may not change, because the pod would not work with it. The functions are
-pure. The names and paths are those that the operator renders. tests/unit/manifest/test_pod_templates.py compares
-them."""
+"""Says what a pod template in a manifest may not change, because the pod would not work with it. The names and paths
+are those that the operator renders. tests/unit/manifest/test_pod_templates.py compares them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Writes spans as a Chrome trace. Perfetto (https://ui.perfetto.dev) and chrome://tracing open this JSON. The functions
-are pure."""
+"""Writes spans as a Chrome trace. Perfetto (https://ui.perfetto.dev) and chrome://tracing open this JSON."""
 
 from __future__ import annotations
 

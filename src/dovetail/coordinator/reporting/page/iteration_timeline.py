@@ -1,5 +1,4 @@
-"""Turns an iteration's trace into bars on lanes, and shows its training schedule as planned and as run. The functions
-are pure."""
+"""Turns an iteration's trace into bars on lanes, and shows its training schedule as planned and as run."""
 
 from __future__ import annotations
 

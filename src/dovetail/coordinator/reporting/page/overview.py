@@ -1,5 +1,4 @@
-"""Makes the run page's first document. It has a run's progress, its health, and the data that the page can show. The
-functions are pure."""
+"""Makes the run page's first document. It has a run's progress, its health, and the data that the page can show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows the samples of an iteration as a table, and the life of one of them. The functions are pure."""
+"""Shows the samples of an iteration as a table, and the life of one of them."""
 
 from __future__ import annotations
 
