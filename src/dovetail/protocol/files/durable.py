@@ -36,8 +36,8 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a file atomically. It then has all of `data`, or its old content. Raises OSError that names `path`."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.unlink(missing_ok=True)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", buffering=0) as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with os.fdopen(os.open(temporary, flags, mode), "wb", buffering=0) as file:
             left = memoryview(data)
             while left:
                 left = left[file.write(left) :]
