@@ -40,7 +40,7 @@ from bench_interstage import device
 
 from dovetail.fusion.profile import StageProfile
 from dovetail.fusion.stage import StagePrediction, scan
-from dovetail.planner.simulate.lanes import Parts, play
+from dovetail.planner.lags import Parts, play
 
 SAMPLES, PROMPT = 16, 20
 # Iterations before and after those that count: the lanes come into step, and the last have no samples beside them.

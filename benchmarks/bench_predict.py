@@ -33,9 +33,9 @@ from e2e.settings import Folder, Settings
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import RLHFJob
+from dovetail.planner.cpus import predict_iteration, predicted_lanes
+from dovetail.planner.lags import Lanes
 from dovetail.planner.make_plan import make_plan
-from dovetail.planner.placement.on_cpus import predict_iteration, predicted_lanes
-from dovetail.planner.simulate.lanes import Lanes
 from dovetail.protocol.files.machine_profile import Machine
 from dovetail.tools.calibrate import JobShape, calibration_jobs, observe, variant, warmup
 from dovetail.tools.calibrate.fit import MeasuredIteration, fit

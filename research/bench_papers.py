@@ -14,7 +14,7 @@ from statistics import median
 from papers import app, planner, puzzle, rlhfuse
 from papers.common import Section
 
-from dovetail.planner.costs import passes
+from dovetail.planner import seconds
 
 PAPERS = {"app": app.sections, "puzzle": puzzle.sections, "rlhfuse": rlhfuse.sections}
 # A plan this much slower than the best published strategy, in the same model, is worse.
@@ -48,7 +48,7 @@ def main() -> None:
         planner.SEARCH = False
     planner.STRATEGY = os.environ.get("STRATEGY", "search")  # type: ignore[assignment]
     constants = {
-        name: value for name, value in vars(passes).items() if name.isupper() and isinstance(value, float | int)
+        name: value for name, value in vars(seconds).items() if name.isupper() and isinstance(value, float | int)
     }
     print(f"constants, the same for all: {constants}")
     sections = []

@@ -9,9 +9,9 @@ import torch
 
 from dovetail.coordinator.schedules.stage_times import stage_times
 from dovetail.manifest.model_shape import Head, ModelShape
-from dovetail.planner.costs.memory import ITEMSIZE
-from dovetail.planner.costs.passes import MEMORY, forward
-from dovetail.planner.hardware.gpus import UnknownProduct, gpu
+from dovetail.planner.gpus import UnknownProduct, gpu
+from dovetail.planner.memory import ITEMSIZE
+from dovetail.planner.seconds import MEMORY, forward
 from dovetail.tools.one_line import product_label
 from dovetail.trainer.profile.pass_times import measure_model
 from gpu import models

@@ -9,10 +9,9 @@ from dovetail.fusion.lengths import Lengths
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import LoRA
 from dovetail.planner.candidate import Candidate, Placement, Share, side_by_side
-from dovetail.planner.costs.gpu_memory import GPUMemoryModel
-from dovetail.planner.costs.memory import CONTEXT_BYTES
-from dovetail.planner.hardware.gpus import gpu
+from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.memory import CONTEXT_BYTES, GPUMemoryModel
 from dovetail.planner.workload import Workload
 from gpu_memory.cases import Case
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from dovetail.fusion.lengths import Lengths
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.hardware.gpus import gpu
+from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Workload
 from papers.common import Figure, Measured, Section, best, llama, tensor_parallel, with_batch

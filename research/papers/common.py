@@ -8,8 +8,8 @@ from itertools import combinations
 
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.planner.candidate import Candidate
-from dovetail.planner.costs.gpu import Estimate
 from dovetail.planner.inventory import Inventory
+from dovetail.planner.seconds import Estimate
 from dovetail.planner.workload import Workload
 from papers.system import System, SystemCosts
 

@@ -10,21 +10,27 @@ from itertools import product
 from typing import Literal
 
 from dovetail.planner.candidate import TRAINING, Candidate, Schedule, Share, Task
-from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.inventory import Pool
-from dovetail.planner.placement.search.combine import Combination, Combinations
-from dovetail.planner.placement.search.limits import Limits
-from dovetail.planner.placement.search.ranking import (
+from dovetail.planner.search import (
+    HALVES,
     INFERENCE_MICRO_BATCH,
+    Combination,
+    Combinations,
+    Effort,
+    Limits,
     Misfit,
     Ranked,
     Ranker,
+    Search,
+    Sizes,
+    Slots,
+    Structures,
     front,
+    joined,
     serving_degrees,
     stages,
 )
-from dovetail.planner.placement.search.search import Effort, Search
-from dovetail.planner.placement.search.structures import HALVES, Sizes, Slots, Structures, joined
+from dovetail.planner.seconds import GPUCosts
 
 INFERENCE_MICRO_BATCHES = (1, 4)
 AWAY = "inference apart from generation"

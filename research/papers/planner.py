@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.inventory import Inventory
-from dovetail.planner.placement.recommend import effort
+from dovetail.planner.placements import effort
+from dovetail.planner.seconds import GPUCosts
 from dovetail.planner.workload import Workload
 from papers.free_placements import FreeLimits
 from papers.strategies import Strategy, choose

@@ -13,9 +13,9 @@ from dovetail.fusion.lengths import Lengths
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.pipelines import FAMILIES, SearchEffort, find, fused_problem
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.costs.passes import COLLECTIVE_SECONDS, LINK
-from dovetail.planner.hardware.gpus import gpu
+from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.seconds import COLLECTIVE_SECONDS, LINK
 from dovetail.planner.workload import Workload
 from papers.common import Figure, Measured, Section, best, tensor_parallel
 from papers.common import llama as usual

@@ -11,7 +11,7 @@ from math import lcm
 
 from dovetail.fusion.lengths import Lengths
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.hardware.gpus import gpu
+from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Workload
 from papers.common import Figure, Measured, Section, best, llama, tensor_parallel

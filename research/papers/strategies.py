@@ -7,13 +7,26 @@ from dataclasses import replace
 from typing import Literal
 
 from dovetail.planner.candidate import Candidate, Placement, Share, Task
-from dovetail.planner.costs.gpu import GPUCosts, Option
 from dovetail.planner.inventory import Inventory
-from dovetail.planner.placement.search.combine import Combinations
-from dovetail.planner.placement.search.limits import Limits
-from dovetail.planner.placement.search.ranking import EVERY, Misfit, Ranked, Ranker, Ranking, orders
-from dovetail.planner.placement.search.search import Effort, Result, Search
-from dovetail.planner.placement.search.structures import ALONE, Sizes, Slots, every_size, sizes
+from dovetail.planner.search import (
+    ALONE,
+    EVERY,
+    Combinations,
+    Effort,
+    Limits,
+    Misfit,
+    Ranked,
+    Ranker,
+    Ranking,
+    Result,
+    Search,
+    Sizes,
+    Slots,
+    every_size,
+    orders,
+    sizes,
+)
+from dovetail.planner.seconds import GPUCosts, Option
 from papers.free_placements import FreeLimits, FreeRanker, FreeSearch
 from papers.layouts import ranks_of, similar
 from papers.routing import RankGrid

@@ -10,12 +10,19 @@ from dataclasses import dataclass, replace
 from dovetail.fusion.lengths import Lengths
 from dovetail.manifest.model_shape import Head, ModelShape
 from dovetail.planner.candidate import TRAINING, Candidate, Share, Task
-from dovetail.planner.costs.generation import GenerationTimes, Servers, deal, expected_longest, quantiles
-from dovetail.planner.costs.gpu import OPTIMIZER_BYTES, Estimate, GPUCosts
-from dovetail.planner.costs.gpu_memory import GPUMemoryModel, Loads, TaskMemory
-from dovetail.planner.costs.memory import FRAGMENTS, ITEMSIZE, Training, trained_parameters
-from dovetail.planner.costs.passes import LINK
 from dovetail.planner.inventory import Inventory
+from dovetail.planner.memory import FRAGMENTS, ITEMSIZE, GPUMemoryModel, Loads, TaskMemory, Training, trained_parameters
+from dovetail.planner.seconds import (
+    LINK,
+    OPTIMIZER_BYTES,
+    Estimate,
+    GenerationTimes,
+    GPUCosts,
+    Servers,
+    deal,
+    expected_longest,
+    quantiles,
+)
 from dovetail.planner.workload import Workload
 
 

@@ -30,10 +30,9 @@ from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.planner.inventory import read
+from dovetail.planner.layouts import Chosen, Infeasible, PlannedJob
 from dovetail.planner.make_plan import PlanError, make_plan
-from dovetail.planner.placement.placed import Chosen, Infeasible
-from dovetail.planner.placement.planned_job import PlannedJob
-from dovetail.planner.placement.recommend import recommend
+from dovetail.planner.placements import recommend
 from dovetail.protocol.files.machine_profile import (
     Cost,
     GenerationCosts,
@@ -100,7 +99,7 @@ def recommended(search: Callable[[], Chosen], play: bool = False) -> Record:
         return digest(str(error))
     played = []
     if play:
-        from dovetail.planner.simulate.iteration import simulate
+        from dovetail.planner.simulated_iteration import simulate
 
         work = chosen.costs.work
         prompts, responses = work.prompt.quantiles(work.batch), work.response.quantiles(work.batch)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dovetail.fusion.lengths import Ints
 from dovetail.planner.candidate import Candidate
-from dovetail.planner.costs.gpu import Estimate, GPUCosts
 from dovetail.planner.inventory import Inventory
-from dovetail.planner.simulate.iteration import Simulated
-from dovetail.planner.simulate.iteration import simulate as played
+from dovetail.planner.seconds import Estimate, GPUCosts
+from dovetail.planner.simulated_iteration import Simulated
+from dovetail.planner.simulated_iteration import simulate as played
 from dovetail.planner.workload import Workload
 
 

@@ -23,7 +23,7 @@ from dovetail.operator.reconcile.reconcile import PlanRefused, Reconciled, Seen,
 from dovetail.operator.reconcile.replan import Outlook, honoured, needs, resized, room
 from dovetail.operator.reconcile.rootcause import LostNode
 from dovetail.operator.render.context import RenderContext
-from dovetail.planner.hardware.gpus import Pools
+from dovetail.planner.gpus import Pools
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.process_names import CONTAINER

@@ -18,7 +18,7 @@ from gpu_memory.measured import scenario
 from gpu_memory.predicted import predicted
 
 from dovetail.manifest.model_shape import ModelShape
-from dovetail.planner.costs.memory import logit_bytes
+from dovetail.planner.memory import logit_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

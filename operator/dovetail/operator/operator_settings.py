@@ -12,7 +12,7 @@ import yaml
 
 from dovetail.gpus.kernels import read_capability
 from dovetail.kube.resources import Gang
-from dovetail.planner.hardware.gpus import GPU, HardwareError, described
+from dovetail.planner.gpus import GPU, HardwareError, described
 
 _IMAGE = "dovetail/{}:0.1.0"
 

@@ -27,7 +27,7 @@ from dovetail.operator.reconcile.children import Children, Object
 from dovetail.operator.reconcile.reconcile import PLANNER_AGAIN_SECONDS, PlanRefused
 from dovetail.operator.render.config_map import planned_hash, spec_hash
 from dovetail.operator.render.context import digest
-from dovetail.planner.hardware.gpus import ANY, GPU, estimate, image_errors, is_known
+from dovetail.planner.gpus import ANY, GPU, estimate, image_errors, is_known
 from dovetail.protocol.plan import Plan
 
 V = TypeVar("V")

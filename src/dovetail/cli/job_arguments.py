@@ -64,7 +64,7 @@ def load_job(
     from dovetail.manifest.checks.files import layer_counts
     from dovetail.manifest.checks.validation import warnings
     from dovetail.manifest.resolve import with_lag
-    from dovetail.planner.hardware.gpus import image_errors
+    from dovetail.planner.gpus import image_errors
     from dovetail.planner.make_plan import make_plan
 
     written, job, base = read_job(manifest, overrides, seed, cpu=cpu)

@@ -17,13 +17,11 @@ from dovetail.cli.common.prediction_tables import pod_memory_table, prediction_t
 from dovetail.cli.job_arguments import load_job, manifest_argument, new_file, read_job, set_option
 from dovetail.manifest.sizes import owner
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
-from dovetail.planner.hardware.gpus import GPU
+from dovetail.planner.cpus import mismatch
+from dovetail.planner.gpus import GPU
 from dovetail.planner.inventory import Inventory
-from dovetail.planner.placement.on_cpus import mismatch
-from dovetail.planner.placement.on_gpus import place
-from dovetail.planner.placement.placed import Chosen, Infeasible
-from dovetail.planner.placement.planned_job import ConfigError, PlannedJob, needed
-from dovetail.planner.placement.recommend import Unknown, cheapest, fragment, recommend
+from dovetail.planner.layouts import Chosen, ConfigError, Infeasible, PlannedJob, needed
+from dovetail.planner.placements import Unknown, cheapest, fragment, place, recommend
 from dovetail.protocol.errors import UsageError
 from dovetail.protocol.plan import Plan
 

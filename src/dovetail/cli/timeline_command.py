@@ -15,8 +15,8 @@ from dovetail.cli.common.prediction_tables import (
 )
 from dovetail.coordinator.reporting.page.iteration_timeline import BARS
 from dovetail.coordinator.reporting.page.page_documents import encode
-from dovetail.planner.placement.placed import Chosen
-from dovetail.planner.simulate.iteration import Simulated, simulate
+from dovetail.planner.layouts import Chosen
+from dovetail.planner.simulated_iteration import Simulated, simulate
 from dovetail.protocol.prediction import Prediction
 from dovetail.web.page_files import frozen_page
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.planner.candidate import Candidate
-from dovetail.planner.costs.gpu_memory import GPUMemory
 from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.memory import GPUMemory
 
 # The time until a new node works: it starts its container and its server, and loads the weights.
 START_SECONDS = 120.0

@@ -1,4 +1,4 @@
-"""Makes a job's plan. It is the planner's entry point. `dovetail.planner.placement` lays the job out, and this file
+"""Makes a job's plan. It is the planner's entry point. `placements` (GPUs) or `cpus` lays the job out, and this file
 writes the plan."""
 
 from __future__ import annotations
@@ -14,22 +14,26 @@ from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_ranks, trainer_world, world_size
 from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.planner import cpus, placements
 from dovetail.planner.candidate import scorer_models
-from dovetail.planner.hardware.gpus import GPU
-from dovetail.planner.lag import chosen, excluded, with_lags
-from dovetail.planner.placement import on_cpus, on_gpus
-from dovetail.planner.placement.layouts import place_evenly
-from dovetail.planner.placement.manifest import pin_errors, product_errors, product_warnings
-from dovetail.planner.placement.placed import Infeasible, Placed
-from dovetail.planner.placement.planned_job import ConfigError, PlannedJob
-from dovetail.planner.placement.pods import pod_memory, too_small
-from dovetail.planner.placement.stages_a_rank import (
+from dovetail.planner.cpus import pod_memory, too_small
+from dovetail.planner.gpus import GPU
+from dovetail.planner.lags import chosen, excluded, with_lags
+from dovetail.planner.layouts import (
+    ConfigError,
+    Infeasible,
+    Placed,
+    PlannedJob,
     activation_bytes,
     beyond_limit,
     check_limit,
     chunks_alone,
     fitting,
     most_chunks,
+    pin_errors,
+    place_evenly,
+    product_errors,
+    product_warnings,
     server_memory,
 )
 from dovetail.protocol.files.machine_profile import Profile
@@ -134,7 +138,7 @@ def _placed(job: PlannedJob) -> Placed:
     """The placement, by the best cost model for which enough is known."""
     if not trained_models(job.spec):
         return Placed({})
-    return on_gpus.place(job) or on_cpus.place(job) or place_evenly(job)
+    return placements.place(job) or cpus.place(job) or place_evenly(job)
 
 
 def _further_rounds(spec: RLHFJobSpec) -> list[str]:

@@ -21,7 +21,7 @@ from dovetail.coordinator.reporting.model_card import CardFacts
 from dovetail.coordinator.reporting.model_files import describe_model
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import Dtype, RLHFJob, RLHFJobSpec, Role, Stage
-from dovetail.planner.hardware.gpus import gpu, is_known
+from dovetail.planner.gpus import gpu, is_known
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.files.durable import read_object
 from dovetail.protocol.messages import ModelRef

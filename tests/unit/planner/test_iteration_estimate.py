@@ -13,10 +13,9 @@ from dovetail.fusion.lengths import Lengths
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import LoRA
 from dovetail.planner.candidate import Candidate, Placement, Schedule, Share
-from dovetail.planner.costs.gpu import PHASES
-from dovetail.planner.costs.passes import decode_step, shared_prompt
-from dovetail.planner.hardware.gpus import gpu
+from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.seconds import PHASES, decode_step, shared_prompt
 from dovetail.planner.workload import Workload
 from dovetail.protocol.budgets import SCORER_TOKENS
 from dovetail.rollout.scoring.packed_samples import SamplesToScore, packs

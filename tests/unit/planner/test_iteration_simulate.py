@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from dovetail.fusion.lengths import Lengths
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.planner.candidate import Candidate, Placement, Schedule, Share
-from dovetail.planner.costs.gpu import PHASES
-from dovetail.planner.hardware.gpus import gpu
+from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
-from dovetail.planner.simulate.iteration import Simulated
+from dovetail.planner.seconds import PHASES
+from dovetail.planner.simulated_iteration import Simulated
 from dovetail.planner.workload import Workload
 from helpers.estimates import estimate, simulate
 

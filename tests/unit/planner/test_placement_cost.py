@@ -5,7 +5,7 @@ from test_placement_cli import CLUSTER, call
 from test_placement_job import A10, A100, spec
 
 from dovetail.planner.inventory import read
-from dovetail.planner.placement.recommend import Unknown, cheapest, recommend
+from dovetail.planner.placements import Unknown, cheapest, recommend
 
 
 def pools(**changes):

@@ -20,10 +20,10 @@ from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.operator.reconcile.replan import Need, honoured, resized
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.hardware.gpus import gpu
+from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.make_plan import PlanError, make_plan
-from dovetail.planner.placement.recommend import fragment, recommend
+from dovetail.planner.placements import fragment, recommend
 from dovetail.planner.workload import Workload
 from dovetail.protocol.plan import Plan
 from helpers.estimates import estimate

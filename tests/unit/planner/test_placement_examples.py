@@ -13,10 +13,10 @@ import yaml
 
 from dovetail.fusion.lengths import Ints, Lengths
 from dovetail.manifest.types import RLHFJob
-from dovetail.planner.placement.on_gpus import place
-from dovetail.planner.placement.planned_job import PlannedJob
-from dovetail.planner.simulate import training
-from dovetail.planner.simulate.iteration import simulate
+from dovetail.planner import simulated_iteration as simulated
+from dovetail.planner.layouts import PlannedJob
+from dovetail.planner.placements import place
+from dovetail.planner.simulated_iteration import simulate
 from helpers.example_jobs import EXAMPLES, hub_configs, recommended
 
 ITERATIONS = 6
@@ -29,15 +29,15 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     so the result does not depend on the machine."""
     rounds: list[str] = []
     effort = replace(
-        training.EFFORT,
+        simulated.EFFORT,
         seconds=2.0,
         clock=lambda: float(len(rounds)),
         progress=lambda what, makespan, peak: rounds.append(what),
     )
-    monkeypatch.setattr(training, "EFFORT", effort)
-    training._orders.cache_clear()
+    monkeypatch.setattr(simulated, "EFFORT", effort)
+    simulated._orders.cache_clear()
     yield
-    training._orders.cache_clear()
+    simulated._orders.cache_clear()
 
 
 def drawn(lengths: Lengths, count: int, at: float, rng: np.random.Generator) -> Ints:

@@ -8,12 +8,11 @@ from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
-from dovetail.planner.hardware.gpus import gpu
+from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool, read
+from dovetail.planner.layouts import ConfigError, Infeasible, PlannedJob
 from dovetail.planner.make_plan import PlanError, make_plan
-from dovetail.planner.placement.placed import Infeasible
-from dovetail.planner.placement.planned_job import ConfigError, PlannedJob
-from dovetail.planner.placement.recommend import Unknown, fragment, recommend
+from dovetail.planner.placements import Unknown, fragment, recommend
 from dovetail.protocol.plan import Plan
 from helpers.example_jobs import EXAMPLES, recommended
 

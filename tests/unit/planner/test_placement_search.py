@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from dovetail.fusion.lengths import Lengths
 from dovetail.manifest.types import Parallelism
 from dovetail.planner.candidate import TRAINING, Placement
-from dovetail.planner.costs.gpu import GPUCosts
-from dovetail.planner.hardware.gpus import gpu
+from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
-from dovetail.planner.placement.search.limits import Limits
-from dovetail.planner.placement.search.search import Effort, Search
+from dovetail.planner.search import Effort, Limits, Search
+from dovetail.planner.seconds import GPUCosts
 from dovetail.planner.workload import Workload
 from helpers.llama import llama
 from helpers.papers import free_placements, strategies

@@ -6,8 +6,8 @@ from test_placement_job import SMALL, spec
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import Dtype, Parallelism, RLHFJobSpec
 from dovetail.planner.candidate import scorer_models
-from dovetail.planner.costs.memory import Training, trained_parameters, training_memory
 from dovetail.planner.make_plan import make_plan
+from dovetail.planner.memory import Training, trained_parameters, training_memory
 from helpers.plain import plain_spec
 
 SHARED = {"actor": {"source": {"huggingFace": "a/b"}}, "critic": {"shareActorBody": True}}

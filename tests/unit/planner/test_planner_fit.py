@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import Dtype, Parallelism
-from dovetail.planner.costs.memory import Training, problem, remedies, with_stages, worst
+from dovetail.planner.memory import Training, problem, remedies, with_stages, worst
 
 GIB = 2**30
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000)

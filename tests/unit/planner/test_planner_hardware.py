@@ -6,7 +6,7 @@ import pytest
 
 from dovetail.cli.common.plan_inputs import hardware
 from dovetail.manifest.types import Dtype
-from dovetail.planner.hardware.gpus import HardwareError, UnknownProduct, estimate, gpu, parse, products, read
+from dovetail.planner.gpus import HardwareError, UnknownProduct, estimate, gpu, parse, products, read
 from dovetail.protocol.errors import UsageError
 
 ENTRY = """

@@ -19,9 +19,8 @@ from dovetail.cli.common.prediction_tables import prediction_tables
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve, with_lag
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.lag import choose
+from dovetail.planner.lags import Lanes, Parts, Steady, choose
 from dovetail.planner.make_plan import make_plan
-from dovetail.planner.simulate.lanes import Lanes, Parts, Steady
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.prediction import PredictedLag, Prediction
 from helpers.example_jobs import EXAMPLES, hub_configs

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import ScratchModel
 from dovetail.models import build_stage
-from dovetail.planner.costs.passes import LAUNCHES, decode_step, forward
-from dovetail.planner.hardware.gpus import gpu
+from dovetail.planner.gpus import gpu
+from dovetail.planner.seconds import LAUNCHES, decode_step, forward
 from dovetail.protocol.messages import ModelRef
 
 NO_KERNEL = ("view", "detach", "empty")

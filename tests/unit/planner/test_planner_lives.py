@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.planner import lives
-from dovetail.planner.hardware.gpus import gpu
+from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.lives import Use
 

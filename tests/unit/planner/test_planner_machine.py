@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.planner.costs.cpu import CpuStageTimes, IterationWork, best_stage, chunk_seconds, phases, training_seconds
+from dovetail.planner.cpus import CpuStageTimes, IterationWork, best_stage, chunk_seconds, phases, training_seconds
 from dovetail.protocol.files.machine_profile import Cost, Machine
 from dovetail.tools.calibrate.fit import FitError, MeasuredIteration, fit, nonnegative
 from helpers.two_cores import MACHINE

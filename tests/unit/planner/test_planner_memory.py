@@ -17,15 +17,15 @@ from dovetail.manifest.model_shape import ModelShape, ShapeError
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.models import PipelineStage, load_config
 from dovetail.planner.candidate import Share
-from dovetail.planner.costs.gpu_memory import GPUMemoryModel
-from dovetail.planner.costs.memory import (
+from dovetail.planner.gpus import gpu
+from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.memory import (
+    GPUMemoryModel,
     Training,
     shortage,
     trained_parameters,
     training_memory,
 )
-from dovetail.planner.hardware.gpus import gpu
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Workload
 from dovetail.protocol.budgets import OFFLOAD_NUMBERS
 from dovetail.protocol.messages import ModelRef

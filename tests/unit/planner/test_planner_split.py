@@ -15,10 +15,9 @@ from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.planner.candidate import Candidate, Placement
-from dovetail.planner.costs.gpu import Estimate
 from dovetail.planner.make_plan import PlanError, make_plan
-from dovetail.planner.placement.search.limits import Limits
-from dovetail.planner.placement.search.search import Found, Rejected, Result, search_fewest_stages
+from dovetail.planner.search import Found, Limits, Rejected, Result, search_fewest_stages
+from dovetail.planner.seconds import Estimate
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.rollout.scoring import scorer

@@ -10,15 +10,15 @@ from dovetail.fusion.lengths import Lengths
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import Dtype
 from dovetail.planner.candidate import Share
-from dovetail.planner.costs.gpu import GPUCosts
-from dovetail.planner.costs.passes import (
+from dovetail.planner.gpus import gpu, products
+from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.seconds import (
+    GPUCosts,
     all_gather,
     all_reduce,
     decode_step,
     forward,
 )
-from dovetail.planner.hardware.gpus import gpu, products
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Workload
 
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000)

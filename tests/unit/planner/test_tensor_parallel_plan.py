@@ -9,10 +9,10 @@ from dovetail.manifest.checks.unexecuted import warnings
 from dovetail.manifest.documents import parse
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.candidate import Candidate
-from dovetail.planner.hardware.gpus import gpu
+from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.make_plan import PlanError, make_plan
-from dovetail.planner.placement.recommend import fragment, recommend
+from dovetail.planner.placements import fragment, recommend
 from helpers.manifests import changed
 
 A100 = "NVIDIA-A100-SXM4-80GB"

@@ -13,8 +13,8 @@ from dovetail.coordinator.schedules.training_schedule import shared_layouts
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import Dtype, Parallelism, RLHFJobSpec, Stage
 from dovetail.planner.candidate import Share, side_by_side
-from dovetail.planner.costs.memory import Training, communication_bytes, training_memory
 from dovetail.planner.make_plan import PlanError, make_plan
+from dovetail.planner.memory import Training, communication_bytes, training_memory
 from dovetail.protocol.plan import Plan
 
 GIB = 2**30

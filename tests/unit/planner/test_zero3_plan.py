@@ -19,12 +19,11 @@ from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.launch.local.rundir import zero3_of_run
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.pipelines import FAMILIES
-from dovetail.planner.hardware.gpus import gpu
+from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.layouts import Chosen, Placed
 from dovetail.planner.make_plan import PlanError, make_plan
-from dovetail.planner.placement.on_gpus import taken
-from dovetail.planner.placement.placed import Chosen, Placed
-from dovetail.planner.placement.recommend import fragment, recommend
+from dovetail.planner.placements import fragment, recommend, taken
 from dovetail.protocol.prediction import Alternative
 
 

@@ -14,7 +14,7 @@ from asynchronous.json_lines import print_line
 from asynchronous.run import Job, Ran, run
 from bench_async import job_of, parts
 
-from dovetail.planner.simulate.lanes import play
+from dovetail.planner.lags import play
 
 
 @pytest.fixture(scope="module")

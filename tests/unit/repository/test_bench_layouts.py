@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from dovetail.fusion.lengths import Lengths
 from dovetail.planner.candidate import Share
-from dovetail.planner.costs.gpu import GPUCosts
-from dovetail.planner.hardware.gpus import gpu
+from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.seconds import GPUCosts
 from dovetail.planner.workload import Workload
 from helpers.llama import llama
 from helpers.papers import layouts as pairs

@@ -10,7 +10,7 @@ import pytest
 
 from dovetail.fusion.lengths import Lengths
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.costs.gpu import GPUCosts
+from dovetail.planner.seconds import GPUCosts
 from dovetail.planner.workload import Workload
 
 RESEARCH = Path(__file__).parents[3] / "research"

@@ -20,7 +20,7 @@ from dovetail.manifest.types import Dtype, LoRA, Parallelism, ScratchModel, Stag
 from dovetail.models import Outputs, PipelineStage, build_stage
 from dovetail.models.model_stage import Head
 from dovetail.models.recompute import recompute, recomputes
-from dovetail.planner.costs.memory import Training, training_memory
+from dovetail.planner.memory import Training, training_memory
 from dovetail.protocol.messages import ModelRef
 from dovetail.trainer.engine import lora
 from dovetail.trainer.engine.action_measures import SavedBytes

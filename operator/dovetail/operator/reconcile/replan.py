@@ -17,7 +17,7 @@ from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import ParallelismByModel, RLHFJobSpec, Role, Stage
 from dovetail.operator.reconcile.children import Object
 from dovetail.operator.render.context import RenderContext
-from dovetail.planner.hardware.gpus import Pools
+from dovetail.planner.gpus import Pools
 from dovetail.protocol.plan import Plan
 
 LONGEST_NEWS = 1000

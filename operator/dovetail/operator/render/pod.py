@@ -13,7 +13,7 @@ from dovetail.manifest.types import DataSource, Group, RLHFJobSpec, Role
 from dovetail.operator.render import spot
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.volume_claim import claim_name, share_claims
-from dovetail.planner.hardware.gpus import GPU_RESOURCE, PRODUCT_LABEL
+from dovetail.planner.gpus import GPU_RESOURCE, PRODUCT_LABEL
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process import env
 from dovetail.protocol.process.process_names import CONTAINER, COORDINATOR, COORDINATOR_MODULE, POD_MODULE

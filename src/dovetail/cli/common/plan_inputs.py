@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.hardware.gpus import GPU, HardwareError, described, parse
+from dovetail.planner.gpus import GPU, HardwareError, described, parse
 from dovetail.planner.inventory import Inventory, InventoryError, read
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.files.machine_profile import Profile

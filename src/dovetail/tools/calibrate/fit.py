@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dovetail.planner.costs.cpu import CpuStageTimes, IterationWork, exposed_messages, training_seconds
+from dovetail.planner.cpus import CpuStageTimes, IterationWork, exposed_messages, training_seconds
 from dovetail.protocol.files.machine_profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
 
 # The numbers of busy cores that are tried. A process that has a core of its own and never waits keeps 1 busy.

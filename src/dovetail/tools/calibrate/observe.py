@@ -14,7 +14,7 @@ from typing import Any
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
-from dovetail.planner.placement.on_cpus import work_of
+from dovetail.planner.cpus import work_of
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.process_names import COORDINATOR, is_scorer, is_trainer
 from dovetail.protocol.wire import unpack

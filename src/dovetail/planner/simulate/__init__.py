@@ -1,1 +1,0 @@
-"""Simulates iterations event by event: generation and scoring with inter-stage fusion, training, and lags."""
