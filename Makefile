@@ -17,8 +17,8 @@ STAMP := $(VENV)/.installed
 MODEL_INFOS := $(VENV)/share/dovetail/vllm-model-infos
 KERNELS := $(VENV)/.kernels
 PYTEST_ARGS ?=
-# Tests run in so many processes. They wait a good deal: three keep two cores busy.
-TEST_WORKERS ?= 3
+# Tests run in so many processes. Two of them mostly wait for clusters, and the others keep two cores busy.
+TEST_WORKERS ?= 4
 # All workers must list the tests alike, those of a set too.
 PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)

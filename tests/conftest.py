@@ -1,7 +1,8 @@
 """What all tests share: this file's folder is on sys.path, so that tests/helpers is importable as `helpers`.
 
-`make test` runs three workers of pytest-xdist. Each test file is run by one worker, and all that use the cluster with
-nodes by the same one, which begins with them: they mostly wait, and leave the others the cores."""
+`make test` runs four workers of pytest-xdist. Each test file is run by one worker, all that use the cluster with nodes
+by the same one, and all that use API servers by another: these two begin with them. They mostly wait, and leave the
+others the cores."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ settings.load_profile("dovetail")
 ON_NODES = {"test_devcluster.py", "test_faults.py", "test_kueue.py", "test_network_policies.py", "test_operator.py"}
 OWN_CLUSTERS = {"test_getting_started.py", "test_multikueue.py"}
 # Of a run by several workers: the long ones first. The many short ones come last and fill up what is left.
-ORDER = {"cluster": 0, "e2e": 1, "own clusters": 2, "api server": 2, "schedules": 4, "vllm": 5, "unit": 6}
+ORDER = {"cluster": 0, "api server": 1, "e2e": 2, "own clusters": 3, "schedules": 4, "vllm": 5, "unit": 6}
 # Tests that share something slow to begin with, which one worker alone does for all: numba compiles the schedules'
 # kernels, the examples' placements are searched, and vLLM is imported.
 TOGETHER = {
@@ -53,6 +54,7 @@ FAST_CPU_SECONDS = 1.0
 BEGAN = pytest.StashKey[float]()
 
 
+gc.disable()  # until all tests are collected: what is imported stays
 # Some machines turn Python's cache of compiled modules off. Every process of a test would then compile torch anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -134,6 +136,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     forked_workers.COLLECTED |= names
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -211,7 +211,7 @@ RETURNS = {
 
 # A pod of each kind that comes anew or is mended in place, a node that goes, and processes that hear nothing any more.
 # tests/cluster/test_operator_api.py has an API server that is away and an operator that takes over.
-ALWAYS = ("coordinator killed", "vLLM killed", "node drained", "trainer killed", "network cut")
+ALWAYS = ("coordinator killed", "vLLM killed", "node drained", "network cut")
 
 
 @pytest.mark.parametrize(

@@ -184,9 +184,10 @@ def check_disturbed(code: Path, run_dir: Path, peaceful: Path, lag: int, faults:
 
 
 def test_whoever_dies_the_weights_are_the_same(tmp_path: Path, code: Path, peaceful: Callable[[int], Path]) -> None:
-    """SIGKILL of each process while one iteration is learnt and the next is drawn."""
+    """SIGKILL of a server and of the coordinator while one iteration is learnt and the next is drawn. Nightly of each
+    process, at any lag."""
     run_dir = tmp_path / "run"
-    faults = disturbances(signal.SIGKILL)
+    faults = disturbances(signal.SIGKILL)[:2]
     evaluation = {"everyIterations": 1, "temperature": 0, "keepBest": True}
     # The other run answers prompts before and after PPO only.
     check_disturbed(code, run_dir, peaceful(1), 1, faults, evaluation=evaluation)

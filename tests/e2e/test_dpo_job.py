@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from dovetail.coordinator.schedules.training_schedule import pinned_families
+from dovetail.manifest.types import RLHFJob
 from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, summary, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -23,12 +24,11 @@ def reached(step: int) -> Any:
     return lambda status: status["stage"] == "dpo" and (status["step"] or 0) >= step
 
 
-def test_killed_trainers_and_coordinators_change_no_bit(tmp_path: Path) -> None:
-    """KTO, which needs the reference twice: once for its loss and once for its estimate of the KL. In 1F1B, and in a V
-    whose processes are killed."""
+def job(pin: str) -> RLHFJob:
+    """KTO, which needs the reference twice: once for its loss and once for its estimate of the KL."""
     actor = tiny_job().spec.models.actor.model_dump(by_alias=True, exclude_none=True)
     actor["source"]["scratch"]["config"]["num_hidden_layers"] = 4
-    job = tiny_job(
+    return tiny_job(
         stages=["dpo"],
         models={"actor": actor},
         dpo={
@@ -40,27 +40,41 @@ def test_killed_trainers_and_coordinators_change_no_bit(tmp_path: Path) -> None:
         },
         groups=[{"name": "trainers", "roles": ["trainer"], "replicas": 2}],
         checkpoint={"everySteps": 1, "keep": 2},
-        plan={"parallelism": {"actor": {"pp": 2}}, "intraStageFusion": "Serial"},
+        plan={"parallelism": {"actor": {"pp": 2}}, "intraStageFusion": pin},
     )
-    peaceful, killed = tmp_path / "peaceful", tmp_path / "killed"
-    outcome, _ = run_job(job, peaceful)
+
+
+@pytest.fixture(scope="module")
+def peaceful(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job in a V that nobody disturbs."""
+    run_dir = tmp_path_factory.mktemp("peaceful")
+    outcome, _ = run_job(job("VShaped"), run_dir)
     assert outcome.succeeded, outcome.reason
+    return run_dir
+
+
+def test_a_job_of_dpo_learns_in_a_v(peaceful: Path) -> None:
     loads = [(e["checkpoint_step"], e["target_step"]) for e in events(peaceful, "trainers.load")]
     assert loads == [(0, 0), (0, 0), (10, 10)], "the second half of the reference after the first half of the steps"
+    assert sorted(history(peaceful, "dpo")) == list(range(1, STEPS + 1))
+    facts = summary(peaceful)["dpo"]
+    assert facts["loss_after"] < facts["loss_before"]
+    assert json.loads((peaceful / "schedule-dpo.json").read_text())["chosen"] in pinned_families("VShaped", 1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("pin", ["VShaped", "Serial"])
+def test_killed_trainers_and_coordinators_change_no_bit(tmp_path: Path, peaceful: Path, pin: str) -> None:
     faults = [Fault("trainer-1", reached(3)), Fault("coordinator", reached(8)), Fault("trainer-0", reached(13))]
     killer = Injector(faults)
-    plan = job.spec.plan.model_copy(update={"intra_stage_fusion": "VShaped"})
-    outcome, _ = run_job(job.model_copy(update={"spec": job.spec.model_copy(update={"plan": plan})}), killed, killer)
+    outcome, _ = run_job(job(pin), tmp_path, killer)
     assert outcome.succeeded, outcome.reason
     assert killer.killed == ["trainer-1", "coordinator", "trainer-0"]
-    assert same_weights(peaceful, killed) == []
-    assert sorted(history(killed, "dpo")) == list(range(1, STEPS + 1))
-    facts = summary(killed)["dpo"]
-    assert facts == summary(peaceful)["dpo"]
-    assert facts["loss_after"] < facts["loss_before"]
-    assert len(events(killed, "stage.finished")) == 1
-    assert json.loads((killed / "schedule-dpo.json").read_text())["chosen"] in pinned_families("VShaped", 1)
-    assert not (peaceful / "schedule-dpo.json").exists()
+    assert same_weights(peaceful, tmp_path) == []
+    assert sorted(history(tmp_path, "dpo")) == list(range(1, STEPS + 1))
+    assert summary(tmp_path)["dpo"] == summary(peaceful)["dpo"]
+    assert len(events(tmp_path, "stage.finished")) == 1
+    assert (tmp_path / "schedule-dpo.json").exists() == (pin == "VShaped")
 
 
 @pytest.mark.nightly

@@ -118,8 +118,17 @@ def params_of(kind: str, seed: int, left: int, generated: int = 0) -> dict[str, 
 # ---------------------------------------------------------------- continuations
 
 
-@pytest.mark.parametrize("kind", ["greedy", "sampled"])
-@pytest.mark.parametrize(("length", "after"), [(5, 20), (120, 10), (260, 90)])
+@pytest.mark.parametrize(
+    ("kind", "length", "after"),
+    [
+        ("greedy", 5, 20),
+        ("sampled", 260, 90),
+        pytest.param("greedy", 260, 90, marks=pytest.mark.nightly),
+        pytest.param("sampled", 5, 20, marks=pytest.mark.nightly),
+        pytest.param("greedy", 120, 10, marks=pytest.mark.nightly),
+        pytest.param("sampled", 120, 10, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_sample_goes_on_elsewhere_without_a_prefill_and_ends_the_same(
     world: World, kind: str, length: int, after: int
 ) -> None:

@@ -101,6 +101,7 @@ def test_ppo(folder: Folder) -> None:
     assert all(math.isfinite(row["reward"]) and row["value_loss"] > 0 for row in rows.values())
 
 
+@pytest.mark.nightly
 def test_grpo(folder: Folder) -> None:
     """A reader sees the held-out reward rise, by more than both intervals."""
     reward = folder.run("grpo")["summary"]["evaluation"]["reward"]
@@ -108,6 +109,7 @@ def test_grpo(folder: Folder) -> None:
     assert after["mean"] - after["ci95"] > before["mean"] + before["ci95"]
 
 
+@pytest.mark.nightly
 def test_generate(folder: Folder) -> None:
     found = folder.run("generate")
     assert len(found["outputs"]) == 8

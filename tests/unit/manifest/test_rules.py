@@ -84,8 +84,8 @@ def test_of_a_group_only_the_number_of_pods_may_change_at_any_time():
 
 
 def test_every_rule_is_broken_by_a_manifest_of_the_tests():
-    broken = {rule.sentence for spec in CASE_SPECS for rule in RULES if list(rule.check(Objects(spec)))}
-    assert [rule.sentence for rule in RULES if rule.sentence not in broken] == []
+    cases = [Objects(spec) for spec in CASE_SPECS]
+    assert [rule.sentence for rule in RULES if not any(any(True for _ in rule.check(case)) for case in cases)] == []
 
 
 def test_no_sentence_is_in_the_table_twice():
