@@ -150,7 +150,7 @@ def api(
     finally:
         if process.poll() is None:
             process.kill()
-            process.wait(60)
+            process.wait(240)
         client.close()
         log.close()
 

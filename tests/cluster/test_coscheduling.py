@@ -19,7 +19,6 @@ from helpers.rlhfjobs import condition
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.timeout(3600),  # the scheduler is built here
     pytest.mark.skipif(external() is not None, reason="it brings a scheduler of its own"),
 ]
 SPACE = "coscheduled"
@@ -53,7 +52,7 @@ def scheduler(cluster: KubeCluster, folder: Path) -> Iterator[None]:
         assert process.poll() is None, log.read_text()[-3000:]
     finally:
         process.terminate()
-        process.wait(120)
+        process.wait(240)
 
 
 def test_coscheduling_places_a_gang_as_a_whole_or_not_at_all(gang_server: KubeCluster, tmp_path: Path) -> None:

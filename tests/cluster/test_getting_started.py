@@ -31,7 +31,6 @@ from helpers.free_ports import free_port
 from helpers.tiny_qwen import save_tiny_qwen
 
 pytestmark = [
-    pytest.mark.timeout(2400),
     pytest.mark.skipif(external() is not None, reason="it needs nodes that may pull from a registry without TLS"),
 ]
 PAGE = REPOSITORY / "docs/getting-started-cluster.md"
@@ -77,7 +76,7 @@ def registry(host: str, folder: Path) -> Iterator[str]:
         yield address
     finally:
         process.terminate()
-        process.wait(120)
+        process.wait(240)
 
 
 def thin_images(folder: Path) -> None:
@@ -214,7 +213,7 @@ def test_a_token_that_is_refused_or_missing_is_told_in_a_condition(
             text = own.kubectl("describe", "rlhfjob", "first", "-n", namespace)
             return reason in text and words in text
 
-        wait_for(f"{reason} and {words!r}", told, 600, 1.0)
+        wait_for(f"{reason} and {words!r}", told, 1200, 1.0)
         own.kubectl("delete", "rlhfjob", "first", "-n", namespace)
 
 
@@ -238,8 +237,8 @@ def logs_of_coordinators(own: KubeCluster, mine: tuple[str, ...]) -> str:
 def release(own: KubeCluster, *words: str) -> None:
     """Another version of the chart, and operators of it that work."""
     own.helm(*words, "--namespace", "dovetail-system", "--force-conflicts")
-    rollout = ("rollout", "status", "deployment/dovetail-operator", "--namespace", "dovetail-system", "--timeout=300s")
-    own.kubectl(*rollout, timeout=330)
+    rollout = ("rollout", "status", "deployment/dovetail-operator", "--namespace", "dovetail-system", "--timeout=900s")
+    own.kubectl(*rollout, timeout=930)
 
 
 def operator_pods(own: KubeCluster) -> list[str]:
@@ -281,7 +280,7 @@ def test_a_model_in_a_shared_cache_and_code_on_a_claim_while_the_chart_is_upgrad
     with own.namespace() as namespace:
         mine = ("--namespace", namespace)
         own.kubectl("apply", "-f", str(REPOSITORY / "examples/cluster/data-claim.yaml"), *mine)
-        own.kubectl("wait", "--for=condition=Ready", "pod/upload", "--timeout=300s", *mine, timeout=330)
+        own.kubectl("wait", "--for=condition=Ready", "pod/upload", "--timeout=900s", *mine, timeout=930)
         packed = subprocess.run(["tar", "-C", str(tmp_path), "-cf", "-", "."], check=True, capture_output=True).stdout
         unpack = (str(binaries.path_of("kubectl")), "--kubeconfig", str(own.kubeconfig), "exec", "-i", "upload", *mine)
         into = [*unpack, "--", "tar", "-C", "/data", "-xof", "-"]

@@ -16,10 +16,9 @@ from helpers.jobs import events
 from helpers.operator_process import OperatorProcess, install, kubeconfig, operator
 
 pytestmark = [
-    pytest.mark.timeout(3600),
     pytest.mark.skipif(external() is not None, reason="quotas of somebody's cluster are not ours to set"),
 ]
-SECONDS = 600.0
+SECONDS = 1200.0
 ITERATIONS = 8
 QUOTA = {"a100": 1, "v100": 1, "a10": 2}
 SURPLUS = "kueue-surplus"

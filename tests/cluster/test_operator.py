@@ -15,7 +15,6 @@ from helpers.cluster_jobs import ClusterJob
 from helpers.jobs import MANIFEST, events
 from helpers.operator_process import OperatorProcess, established, install, kubeconfig, operator
 
-pytestmark = pytest.mark.timeout(3600)
 JOB_SECONDS = 1500.0
 GROUPS = [
     {"name": "a100", "roles": ["trainer"], "gpu": {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 1}},
@@ -199,14 +198,14 @@ def test_pods_that_cannot_start_are_explained(
 ) -> None:
     more, kind, reason, words = CAUSES[name]
     cluster.apply(trainer_alone(namespace, more), namespace=namespace)
-    wait_for(reason, lambda: condition(cluster, namespace, kind).get("reason") == reason, 400)
+    wait_for(reason, lambda: condition(cluster, namespace, kind).get("reason") == reason, 1200)
 
     def explained() -> bool:
         # Another pod may be the first to be refused, for as long as the job's own volume is being made.
         message = condition(cluster, namespace, kind).get("message", "")
         return words in message and ("a100" in message or reason == "ObjectRejected")
 
-    wait_for(f"{words!r} of a100's pod", explained, 400)
+    wait_for(f"{words!r} of a100's pod", explained, 1200)
     wait_for("kubectl describe", lambda: described(cluster, namespace, "tiny", reason, words))
 
 

@@ -91,13 +91,13 @@ def owned(server: KubeCluster, kind: str, uid: str, namespace: str = NAMESPACES[
 
 
 def requests(process: OperatorProcess) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/metrics", timeout=120) as reply:
         lines = reply.read().decode().splitlines()
     return float(next(line.split()[1] for line in lines if line.startswith("dovetail_operator_api_requests_total ")))
 
 
 def looks(process: OperatorProcess) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/metrics", timeout=120) as reply:
         lines = reply.read().decode().splitlines()
     found = [line for line in lines if line.startswith("dovetail_operator_reconciles_total")]
     return sum(float(line.split()[1]) for line in found)
@@ -116,7 +116,7 @@ def test_a_steady_state_asks_and_writes_nothing(server: KubeCluster, config: Pat
         asked, minutes = requests(process) - before, (time.monotonic() - began) / 60
         assert asked <= 1 + minutes, "no JobSet controller runs: its Events are asked for once a minute"
         assert server.get("rlhfjob", "demo", "-n", NAMESPACES[0])["metadata"]["resourceVersion"] == version
-        with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/healthz", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/healthz", timeout=120) as reply:
             assert reply.read() == b"ok"
         assert process.stop() == 0
 

@@ -15,7 +15,7 @@ from dovetail.coordinator.schedules.training_schedule import pinned_families
 from dovetail.manifest.types import RLHFJob
 from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, summary, tiny_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 STEPS = 20
 

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.drill import drill
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 @pytest.mark.parametrize(("seed", "lag"), [(1, 0), (2, 1)])

@@ -14,7 +14,7 @@ from dovetail.models import build_stage
 from dovetail.protocol.messages import ModelRef
 from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, tiny_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 SIZES = {
     "hidden_size": 64,

@@ -34,10 +34,10 @@ from helpers.weight_trainer import Alone, actor_of, probe_of, prove, weights_of
 
 if find_spec("vllm") is None:
     pytest.skip("needs vLLM", allow_module_level=True)
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 SAMPLES, MAX_TOKENS, TEMPERATURE = 24, 160, 0.8
-START_SECONDS = 400.0
+START_SECONDS = 1200.0
 JOB = {
     "apiVersion": "dovetail.dev/v1alpha1",
     "kind": "RLHFJob",
@@ -188,7 +188,7 @@ def test_killing_a_server_in_the_middle_changes_no_answer(tmp_path: Path) -> Non
                     servers["rollout-1"].send_signal(signal.SIGKILL)
 
             disturbed, result = await run.generate("disturbed", kill)
-            assert servers["rollout-1"].wait(60) == -signal.SIGKILL
+            assert servers["rollout-1"].wait(240) == -signal.SIGKILL
             assert result.retries >= 1
             assert len(disturbed) == SAMPLES
             moved = [s for s in disturbed if s.attempt > 1]

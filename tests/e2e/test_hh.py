@@ -23,7 +23,7 @@ from helpers.jobs import run_job, summary
 
 BESIDE = Path(__file__).parents[2].parent / "shared" / "data" / "hh-rlhf-harmless-base-test.jsonl.gz"
 PAIRS = 2312
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 # What limits the reward model is not its size: with a thousand pairs to learn from, a logistic regression on bags of
 # words gets 0.61 of the held-out pairs right. So a small model and strong weight decay, few passes, and half of the

@@ -11,7 +11,7 @@ import pytest
 
 from helpers.jobs import Reaper, events, history, run_job, same_weights, stored_samples, summary, tiny_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 ITERATIONS, SAMPLES = 4, 48
 # So early that both servers still have samples, however unevenly a machine runs them.
 FRACTION = 0.75

@@ -24,7 +24,7 @@ from dovetail.manifest.types import RLHFJob
 from helpers.finished_runs import report_answers
 from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, sample_rows, summary, tiny_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 
 def job(iterations: int = 4, **spec: Any) -> RLHFJob:
@@ -193,7 +193,8 @@ def test_killing_every_process_costs_nothing_but_time(tmp_path: Path, peaceful: 
         Fault("rollouts-1", in_phase("generation", 3), child=True),
     ]
     injector = Injector(faults)
-    outcome, told = run_job(job(checkpoint={"everySteps": 100}), tmp_path, injector)
+    patient = job(checkpoint={"everySteps": 100}, failurePolicy={"maxRestarts": 30})
+    outcome, told = run_job(patient, tmp_path, injector)
     assert outcome.succeeded, (outcome.reason, told)
     assert [f.process for f in faults if not f.done] == []
 
@@ -226,7 +227,9 @@ def test_what_freezes_for_good_is_replaced(tmp_path: Path, peaceful: Path) -> No
         {"name": "trainers", "roles": ["trainer"], "replicas": 2},
         {"name": "rollouts", "roles": ["rollout"], "replicas": 1},
     ]
-    fragile = job(failurePolicy={"peerTimeoutSeconds": 6}, groups=groups, checkpoint={"everySteps": 100})
+    fragile = job(
+        failurePolicy={"peerTimeoutSeconds": 6, "maxRestarts": 30}, groups=groups, checkpoint={"everySteps": 100}
+    )
     outcome, told = run_job(fragile, tmp_path, Injector(faults))
     assert outcome.succeeded, (outcome.reason, told)
     assert [f.process for f in faults if not f.done] == []

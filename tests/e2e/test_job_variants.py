@@ -37,7 +37,7 @@ from helpers.jobs import (
 )
 from helpers.nursery import forked_jobs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 PIPELINE = {"parallelism": {"actor": {"pp": 2, "dp": 1}, "critic": {"pp": 1, "dp": 2}}}
 

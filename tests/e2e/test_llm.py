@@ -23,7 +23,7 @@ from helpers.jobs import tiny_job
 from helpers.nursery import NURSERY
 from helpers.vllm_servers import tiny_llama
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 TEXTS = ["hello there, how are you", "are you there", "how how how"]
 DRAWN = SamplingParams(n=3, temperature=0.8, top_k=40, top_p=0.9, max_tokens=20, seed=5)

@@ -19,7 +19,7 @@ from helpers.jobs import history, summary
 from helpers.nursery import forked_jobs
 
 NOTEBOOKS = Path(__file__).parents[2] / "examples" / "notebooks"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 
 BEFORE = dict.fromkeys(["preferences", "ppo", "grpo", "own_reward"], "sft") | dict.fromkeys(

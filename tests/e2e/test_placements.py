@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from dovetail.manifest.types import RLHFJob
 from helpers.jobs import Fault, Injector, history, run_job, stored_samples, tiny_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 ITERATIONS, SAMPLES = 2, 16
 APART = [
     {"name": "trainers", "roles": ["trainer"], "replicas": 2},

@@ -21,7 +21,7 @@ from helpers.cluster import unsupported
 from helpers.fake_kubelet import FakeKubelet
 from helpers.jobs import MANIFEST, events, history, paced_reward, set_pace, summary
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow]
 if unsupported() is None:
     pytestmark.append(pytest.mark.nightly)
 SECONDS = 1200.0

@@ -12,7 +12,7 @@ from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.manifest.types import RLHFJob
 from helpers.jobs import history, run_job, stored_samples, tiny_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 QWEN3 = {
     "hidden_size": 64,

@@ -18,7 +18,7 @@ import pytest
 from dovetail.coordinator.reporting.trackers.tracker_processes import TrackerProcesses
 from dovetail.manifest.types import RLHFJobSpec
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 CLIENTS = ("wandb==0.31.0", "trackio==0.43.0", "mlflow-skinny==3.17.2")
 RUN = "0123456789abcdef"
 REWARDS = {1: 0.5, 2: 1.0, 3: 1.5}

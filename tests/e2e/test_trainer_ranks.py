@@ -33,7 +33,7 @@ from helpers.trainer_ranks import (
     sft_batch,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "trainer-curves.json"
 
@@ -392,7 +392,7 @@ def test_bad_commands_leave_the_ranks_usable_and_sigterm_ends_them(tmp_path: Pat
         assert [process.pid for process in ranks.processes.values() if process.poll() is None] == pids
         for process in ranks.processes.values():
             process.send_signal(signal.SIGTERM)
-        assert [process.wait(60) for process in ranks.processes.values()] == [-signal.SIGTERM] * 2
+        assert [process.wait(240) for process in ranks.processes.values()] == [-signal.SIGTERM] * 2
 
 
 def test_an_error_on_one_rank_alone_frees_the_others_and_is_reported(tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ def test_a_function_that_polls_for_ever_is_named_and_ends_the_job(tmp_path: Path
             ranks.coordinator.trainers.peer_timeout = 6.0
             with pytest.raises(TrainerLost):
                 driver.step(1)
-            assert ranks.processes[0].wait(120) == 2
+            assert ranks.processes[0].wait(240) == 2
             assert re.search(told, (tmp_path / "rank-0.log").read_text().splitlines()[-1])
         else:
             with pytest.raises(TrainerError, match=f"{told}.* at .*locked.py:6 in advantages"):

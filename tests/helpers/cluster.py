@@ -28,10 +28,10 @@ T = TypeVar("T")
 # kubectl's words where the API server has not got the command, as while it restarts or the machine is overloaded.
 NOT_SENT = ("TLS handshake timeout", "was refused - did you specify the right host", "connect: connection refused")
 CONNECT_SECONDS = 90.0
-DELETE_SECONDS = 240
+DELETE_SECONDS = 600
 
 
-def wait_for(what: str, check: Callable[[], T], seconds: float = 300, interval: float = 0.2) -> T:
+def wait_for(what: str, check: Callable[[], T], seconds: float = 600, interval: float = 0.2) -> T:
     """The first true value of `check`; AssertionError, with the last value, when the deadline passes.
 
     What takes long is looked at less often, once a second at least: a kubectl costs a tenth of a second of CPU."""

@@ -294,7 +294,7 @@ class FakeHub:
             def large(self, path: str) -> None:
                 _, _, owner, name, commit, file = path.split("/", 5)
                 data = hub.repositories[f"{owner}/{name}"].commits[commit][file]
-                hub.hold.wait(60)
+                hub.hold.wait(240)
                 self.content(data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"'}, cuttable=self.command == "GET")
 
             def content(self, data: bytes, headers: dict[str, str], cuttable: bool = False) -> None:

@@ -70,7 +70,7 @@ class Pod:
                 os.killpg(group, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        return self.process.wait(60)
+        return self.process.wait(240)
 
     @staticmethod
     def _command(words: list[str]) -> list[str]:

@@ -18,7 +18,7 @@ from helpers.free_ports import free_port
 from helpers.nursery import NurserySpawner
 from helpers.vllm_servers import TOKEN, Server
 
-HEALTHY_SECONDS = 400.0
+HEALTHY_SECONDS = 1200.0
 
 
 @dataclass
@@ -70,6 +70,6 @@ class Forks:
 
 
 def _answers(server: Server) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(server.url + "/health", timeout=2) as reply:
+    with contextlib.suppress(OSError), urllib.request.urlopen(server.url + "/health", timeout=60) as reply:
         return bool(reply.status == 200)
     return False

@@ -164,7 +164,7 @@ class _Watcher:
     def close(self) -> None:
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(10)
+            self._thread.join(60)
 
     def _watch(self, launcher: Launcher) -> None:
         while not self._stop.wait(self.period):
@@ -230,7 +230,7 @@ def read_status(launcher: Launcher) -> dict[str, Any] | None:
     """GET /v1/status, or None while the coordinator is away."""
     request = urllib.request.Request(f"{launcher.url}/v1/status", headers={"Authorization": f"Bearer {launcher.token}"})
     try:
-        with urllib.request.urlopen(request, timeout=2) as response:
+        with urllib.request.urlopen(request, timeout=10) as response:
             return dict(json.load(response))
     except (OSError, ValueError):
         return None

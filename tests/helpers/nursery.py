@@ -28,7 +28,7 @@ from dovetail.launch.spawn import PRELOAD, ForkSpawner
 
 TESTS = Path(__file__).parents[1]
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-READY_SECONDS = 300.0
+READY_SECONDS = 1200.0
 
 
 class Adopted:

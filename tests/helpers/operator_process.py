@@ -140,13 +140,13 @@ class OperatorProcess:
         with self._lock:
             self._ended = True
         self.process.terminate()
-        return self.process.wait(60)
+        return self.process.wait(240)
 
     def kill(self) -> None:
         with self._lock:
             self._ended = True
         self.process.kill()
-        self.process.wait(60)
+        self.process.wait(240)
 
 
 @contextmanager

@@ -88,7 +88,7 @@ async def _relay(
         holding = asyncio.create_task(weights.hold())
         try:
             with mock.patch.object(publishing, "push_offer", push):
-                await until(lambda: holding.done() or late.name in {t.name for t in fleet.holders(version)}, 300)
+                await until(lambda: holding.done() or late.name in {t.name for t in fleet.holders(version)}, 1200)
             assert not holding.done(), holding
         finally:
             holding.cancel()

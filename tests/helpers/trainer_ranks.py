@@ -105,7 +105,7 @@ class TrainerRanks:
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():
             process.kill()
-            process.wait(60)
+            process.wait(240)
         self.coordinator.close()
 
     def process_env(self, name: str, rank: int) -> ProcessEnv:
@@ -138,7 +138,7 @@ class TrainerRanks:
     def kill(self, rank: int) -> None:
         """SIGKILL."""
         self.processes[rank].kill()
-        self.processes[rank].wait(60)
+        self.processes[rank].wait(240)
 
     def replace(self, rank: int) -> None:
         """SIGKILL, and start it anew."""

@@ -117,7 +117,7 @@ class Server:
 
     def healthy(self) -> bool:
         assert self.process.poll() is None, f"{self.name} ended: {self.failure()}"
-        with contextlib.suppress(OSError), urllib.request.urlopen(self.url + "/health", timeout=2) as reply:
+        with contextlib.suppress(OSError), urllib.request.urlopen(self.url + "/health", timeout=60) as reply:
             return bool(reply.status == 200)
         return False
 

@@ -109,9 +109,9 @@ class Trainer:
         with ThreadPoolExecutor(1) as pool:
             sending = pool.submit(self.sender.publish, command, {"actor": lambda: weights_of(model)})
             try:
-                offer = self.offers.get(timeout=120)
+                offer = self.offers.get(timeout=240)
             except queue.Empty:
-                sending.result(timeout=120)  # why it made no offer
+                sending.result(timeout=240)  # why it made no offer
                 raise
             errors = push(self.servers, command, offer, new)
             if any(errors.values()):

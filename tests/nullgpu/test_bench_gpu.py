@@ -7,7 +7,7 @@ import pytest
 
 from helpers.null_gpu import Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def test_every_group_runs_to_its_end(null_gpu: Run) -> None:

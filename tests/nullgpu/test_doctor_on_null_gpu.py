@@ -9,7 +9,7 @@ import pytest
 
 from helpers.null_gpu import Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 
 def by_check(report: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ from gpu_memory.predicted import predicted
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.planner.memory import logit_bytes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 # Two iterations have an optimizer step each; these have two each, as `make bench-memory-gpu` has.
 TWO_STEPS = (SMALL[0], SMALL[1])

@@ -6,7 +6,7 @@ import pytest
 
 from helpers.null_gpu import Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from helpers.null_gpu import Ended, Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 # The critic's stages run from the last rank to the first. The planner's search found these orders.
 FUSED = {

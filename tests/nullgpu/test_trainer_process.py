@@ -16,7 +16,7 @@ from dovetail.protocol.plan import Plan, TrainerRank
 from helpers.fake_coordinator import FakeCoordinator
 from helpers.trainer_ranks import TrainerRanks, job, layouts, ppo_batch, reward_batch, sft_batch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 A100 = {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 2}
 GROUPS = [{"name": "trainers", "roles": ["trainer"], "gpu": A100}, {"name": "r", "roles": ["rollout"], "gpu": A100}]

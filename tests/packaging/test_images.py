@@ -12,7 +12,7 @@ import pytest
 
 from helpers.image_modules import FOLDERS, IMAGES, ROOT, third_party
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 UV = Path(sys.executable).with_name("uv")
 # The search for schedules does without the first two (the extra `schedules`), and an image has no debugger. Users add

@@ -74,7 +74,6 @@ def some_work(run_dir: Path) -> Store:
     return store
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["bad.jsonl", "empty.jsonl"])
 def test_the_cause_of_a_bad_file_is_named_at_once(tmp_path: Path, name: str) -> None:
     """The error and what `datasets` made of it name each other."""

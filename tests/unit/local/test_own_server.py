@@ -51,7 +51,6 @@ def lives(pid: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_program_that_is_killed_leaves_no_server(tmp_path):
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), SERVER], timeout=120)
     assert done.returncode == -signal.SIGKILL
@@ -69,7 +68,6 @@ def test_a_program_that_is_killed_leaves_no_server(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_servers_that_still_start_are_not_waited_for_once_another_has_failed(tmp_path, monkeypatch):
     """They have a quarter of an hour."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

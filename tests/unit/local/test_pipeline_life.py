@@ -13,7 +13,6 @@ from dovetail.protocol.process.extras import MARKS
 from helpers.jobs import summary, tiny_job
 
 
-@pytest.mark.timeout(300)
 def test_processes_that_cannot_be_started_end_the_call(tmp_path, monkeypatch):
     def start(self):
         raise BrokenPipeError("the forkserver is gone")
@@ -36,7 +35,6 @@ def test_a_missing_extra_is_named_before_anything_is_started(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_models_and_data_may_take_longer_to_come_than_a_pipeline_to_end(tmp_path, monkeypatch, caplog):
     """A download has the deadline of spec.hub, an hour by default. It was cut after five minutes, without a word. What
     was open is closed."""
@@ -58,7 +56,6 @@ def test_models_and_data_may_take_longer_to_come_than_a_pipeline_to_end(tmp_path
     assert "Unclosed" not in caplog.text
 
 
-@pytest.mark.timeout(300)
 def test_a_failure_after_the_data_is_prepared_is_named(tmp_path, monkeypatch):
     """What the failure left unmade cannot be closed. That must not hide it."""
 

@@ -213,7 +213,6 @@ def version_4() -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
 def test_transformers_4_computes_the_same(version_4: Path, tmp_path: Path) -> None:
     logits, ids = {}, {}
     for case, (family, changes) in POSITIONS.items():
