@@ -11,26 +11,27 @@ from typing import Any
 
 COMPILED = find_spec("numba") is not None
 """Whether numba (the extra `schedules`) is installed. Without it the kernels run several hundred times slower."""
-UNCOMPILED_PASSES = 10_000
-"""So many passes take a tenth of a second uncompiled. To import numba and load a kernel takes nearly a second."""
+UNCOMPILED_PASSES = 100_000
+"""So many passes take a second uncompiled. To import numba and load kernels takes as long, to compile them four."""
 
 
 class kernel:  # noqa: N801 - a decorator
     """A function that numba compiles when it is first called. It then releases the GIL.
 
-    Importing numba takes a second. A process that only reads or draws schedules does not wait for it."""
+    Importing numba takes a second. A process that only reads or draws schedules does not wait for it. `plain` is the
+    function in Python, with the same results."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        self.plain = function
         self.__doc__ = function.__doc__
 
     @cached_property
     def compiled(self) -> Callable[..., Any]:
         if not COMPILED:
-            return self._function
+            return self.plain
         from numba import njit
 
-        compiled: Callable[..., Any] = njit(cache=True, nogil=True, error_model="numpy")(self._function)
+        compiled: Callable[..., Any] = njit(cache=True, nogil=True, error_model="numpy")(self.plain)
         return compiled
 
     def __call__(self, *arguments: Any) -> Any:
@@ -55,5 +56,5 @@ class light_kernel(kernel):  # noqa: N801 - a decorator
     def __call__(self, orders: Any, *arguments: Any) -> Any:
         if orders.size <= self._left and "numba" not in sys.modules:
             self._left -= orders.size
-            return float(self._function(orders, *arguments))
+            return float(self.plain(orders, *arguments))
         return self.compiled(orders, *arguments)

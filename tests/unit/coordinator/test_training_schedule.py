@@ -242,7 +242,7 @@ def test_auto_beats_serial_on_two_ranks_and_the_page_shows_it(tmp_path: Path) ->
     async def go() -> tuple[Scheduling, StoredSchedule]:
         scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
         await scheduling.begin()
-        scheduling.learn(measured(0.01))
+        scheduling.learn(measured(0.01), 10)
         await scheduling.close()
         chosen = await scheduling.current()
         assert chosen is not None
@@ -283,7 +283,7 @@ def test_a_schedule_is_replaced_when_times_move_enough_and_only_then(tmp_path: P
         await scheduling.begin()
         seen = [await scheduling.current()]
         for result in (measured(0.01), measured(0.0101)):
-            scheduling.learn(result)
+            scheduling.learn(result, 10)
             await scheduling.close()
             seen.append(await scheduling.current())
         again = Scheduling(spec, plan, records, tmp_path, lambda *_, **__: None)
@@ -295,6 +295,65 @@ def test_a_schedule_is_replaced_when_times_move_enough_and_only_then(tmp_path: P
     assert seen[1] is not None
     assert seen[2] is not None
     assert seen[1].family == seen[2].family
+
+
+@pytest.mark.slow
+def test_later_searches_are_made_where_they_may_gain_more_than_they_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The times decide, and how much is still to come; not how long a search took."""
+    spec, plan = job()
+    monkeypatch.setattr("dovetail.coordinator.schedules.scheduling.SEARCH_SECONDS", 5.0)
+    logged: list[tuple[str, Any]] = []
+
+    async def go() -> None:
+        scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda event, **more: logged.append((event, more)))
+        await scheduling.begin()
+        for number, (result, left) in enumerate(
+            [
+                (measured(0.01), 20),
+                (measured(0.0101), 20_000),  # the same proportions
+                (measured(0.01), 20_000),
+                (measured(0.01, slow="critic"), 1),
+                (measured(0.01), 20_000),
+                (measured(0.01), 20_000),
+                (measured(0.01), 20_000),
+                (measured(0.01, slow="critic"), 10),
+            ],
+            1,
+        ):
+            before = (tmp_path / "schedule.json").read_bytes()
+            scheduling.learn(result, left)
+            await scheduling.close()
+            searched.append((number, (tmp_path / "schedule.json").read_bytes() != before))
+
+    searched: list[tuple[int, bool]] = []
+    asyncio.run(go())
+    assert [number for number, again in searched if again] == [1, 8]
+    kept = [more["reason"] for event, more in logged if event == "schedule.kept"]
+    assert len(kept) == 2
+    assert all("may save" in reason for reason in kept)
+
+
+@pytest.mark.slow
+def test_a_job_on_two_ranks_compiles_no_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, plan = job()
+    monkeypatch.setattr("dovetail.coordinator.schedules.scheduling.SEARCH_SECONDS", 5.0)
+    for name in ("search_rules", "justify", "anneal", "ExactSearch"):
+        monkeypatch.setattr(f"dovetail.pipelines.search.rounds.{name}", lambda *_: pytest.fail("a compiled search"))
+
+    async def go() -> StoredSchedule | None:
+        scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
+        await scheduling.begin()
+        for _ in range(4):
+            scheduling.learn(measured(0.01, slow="critic"), 3)
+            await scheduling.close()
+        return await scheduling.current()
+
+    first, second = asyncio.run(go()), asyncio.run(go())
+    assert first == second, "what a restarted job finds must not depend on time or on the number of cores"
+    assert first is not None
+    assert first.family != "serial"
 
 
 def four_ranks(layers: int = 8, lora: dict[str, Any] | None = None, **plan: Any) -> RLHFJobSpec:
@@ -333,7 +392,7 @@ def test_auto_lays_stages_in_a_v_where_that_is_faster(tmp_path: Path) -> None:
             chosen = await scheduling.current()
             assert chosen is not None
             seen.append(chosen.family)
-            scheduling.learn(in_a_v(split))
+            scheduling.learn(in_a_v(split), 1000)
             await scheduling.close()
         chosen = await scheduling.current()
         assert chosen is not None
@@ -391,7 +450,7 @@ def test_a_job_goes_on_with_its_schedule_where_measured_sizes_fit_no_other(tmp_p
         scheduling = Scheduling(spec, make_plan(spec), records, tmp_path, lambda event, **_: logged.append(event))
         await scheduling.begin()
         before = await scheduling.current()
-        scheduling.learn(in_a_v(False, {("actor", 0, 0): 0.2e9, ("actor", 0, 1): 0.95e9}))
+        scheduling.learn(in_a_v(False, {("actor", 0, 0): 0.2e9, ("actor", 0, 1): 0.95e9}), 10)
         await scheduling.close()
         return before, await scheduling.current()
 
@@ -445,7 +504,7 @@ def test_a_pin_is_obeyed(tmp_path: Path, pin: str, allowed: str | tuple[str, ...
     async def go() -> StoredSchedule | None:
         scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
         await scheduling.begin()
-        scheduling.learn(measured(0.01, slow="critic"))
+        scheduling.learn(measured(0.01, slow="critic"), 10)
         await scheduling.close()
         return await scheduling.current()
 
@@ -485,8 +544,8 @@ def test_an_iteration_waits_for_no_search(tmp_path: Path, monkeypatch: pytest.Mo
         scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
         await scheduling.begin()
         before = await scheduling.current()
-        monkeypatch.setattr(scheduling, "_choose", lambda times: searching.wait(600))
-        scheduling.learn(measured(0.01))
+        monkeypatch.setattr(scheduling, "_choose", lambda *_: searching.wait(600))
+        scheduling.learn(measured(0.01), 10)
         meanwhile = await asyncio.wait_for(scheduling.current(), 240)
         searching.set()
         await scheduling.close()
@@ -506,9 +565,9 @@ def test_a_search_that_has_ended_does_not_stand_in_the_next_ones_way(
     async def go() -> None:
         scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
         await scheduling.begin()
-        monkeypatch.setattr(scheduling, "_choose", searches.append)
+        monkeypatch.setattr(scheduling, "_refine", lambda times, left: searches.append(times))
         for _ in range(2):
-            scheduling.learn(measured(0.01))
+            scheduling.learn(measured(0.01), 10)
             assert scheduling._choosing is not None
             await asyncio.wait_for(asyncio.wait([scheduling._choosing]), 240)  # nobody has collected it
         await scheduling.close()

@@ -133,14 +133,14 @@ def test_a_kernel_gives_the_same_bits_uncompiled(family):
     found = find(problem, family_of(family), SearchEffort(scale=0.001, memory=False, exact=False))
     i = found.instance
     ends = []
-    for run in (run_orders._function, run_orders.compiled):
+    for run in (run_orders.plain, run_orders.compiled):
         finish = np.zeros_like(i.duration)
         ends.append((run(found.orders, *timing_arguments(i), finish), finish))
     assert ends[0][0] == ends[1][0] == found.makespan
     assert np.array_equal(ends[0][1], ends[1][1])
     for x in range(i.ranks):
         arguments = (found.orders[x], x, i.activation, i.split)
-        assert order_peak._function(*arguments) == order_peak.compiled(*arguments) == found.peaks[x]
+        assert order_peak.plain(*arguments) == order_peak.compiled(*arguments) == found.peaks[x]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Fused schedules: bounds, families, search, choice."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -371,3 +372,28 @@ def test_numbers_that_do_not_fit_are_refused(arguments, sentence):
 def test_a_memory_limit_below_the_least_names_the_least():
     with pytest.raises(ProblemError, match=r"limit of 0.7 .* take 1.5 on a rank, which is the least"):
         fused_problem(4, 2, 4, 5, 2, critic_activation=0.75, memory_limit=0.7)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=10)
+@given(problems(), st.sampled_from(["zero-bubble", "shared", "fused", "fused-split", "fused-rolled", "fused-v"]))
+def test_a_few_rules_make_legal_schedules_that_are_the_same_each_time(problem, name):
+    effort = SearchEffort(seed=3, compiled=False)
+    found, again = (find(problem, FAMILIES.get(name) or family_of(name), effort) for _ in range(2))
+    check_steps(problem, steps(found))
+    assert np.array_equal(found.orders, again.orders)
+    assert found.bound <= found.makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["fused", "fused-split", "shared-rolled", "zero-bubble"])
+def test_a_few_rules_reach_the_bound_of_equal_stages_on_two_ranks(name):
+    problem = fused_problem(2, 2, 4, 1, 1, mini_batches=2)
+    assert find(problem, FAMILIES[name], SearchEffort(compiled=False)).at_bound
+
+
+def test_a_few_rules_keep_to_the_memory_limit():
+    free = fused_problem(4, 4, 8, 2, 1)
+    limit = serial_memory(free) * 1.001
+    found = find(dataclasses.replace(free, memory_limit=limit), FAMILIES["fused"], SearchEffort(compiled=False))
+    assert found.fits(limit)
+    assert found.makespan < find(free, FAMILIES["serial"], SearchEffort()).makespan

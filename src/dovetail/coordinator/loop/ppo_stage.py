@@ -303,7 +303,7 @@ class PPOStage:
             result = await self._session.run_step()
             timeline.add(span.model_copy(update={"iteration": iteration}) for span in result.spans)
             if self._scheduling is not None:
-                self._scheduling.learn(result)
+                self._scheduling.learn(result, self._spec.ppo.iterations - iteration)
             measured = await asyncio.to_thread(self._measured, experience.arrays, result)
             self._refuse_untrue(iteration, measured)
             if self._facts(iteration).train_actor:

@@ -93,7 +93,7 @@ async def run_supervised(stage: SupervisedStage, session: TrainerSession, record
         result = await session.run_step()
         records.put(f"{name}/step", session.step)
         if stage.schedules is not None and session.step < stage.steps:
-            stage.schedules.learn(result)
+            stage.schedules.learn(result, stage.steps - session.step)
         hooks.on_step(stage.stage, session.step, stage.steps, result)
         if session.step % (stage.checkpoint_every * STEPS_PER_CHECKPOINT_UNIT) == 0 and session.step < stage.steps:
             await session.save()

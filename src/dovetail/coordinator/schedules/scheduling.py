@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encode, trained_layouts
 from dovetail.coordinator.schedules.training_schedule import (
@@ -41,10 +41,14 @@ from dovetail.pipelines import (
     Schedule,
     ScheduleProblem,
     SearchEffort,
+    SearchInstance,
     Shape,
     document,
+    evaluate,
+    family_instance,
     family_of,
     find,
+    lower_bound,
     serial_memory,
 )
 from dovetail.protocol.files.durable import write_json
@@ -64,6 +68,11 @@ MORE_MESSAGES = 0.01
 RIVALS = ("interleaved", "zb-v")
 PROFILE = "profile.json"
 SEARCH_SECONDS = 5.0
+# A problem of so few passes is searched in plain Python, with a few rules. This takes so long a family.
+SMALL_PASSES = 200
+SMALL_SECONDS = 0.2
+# The compiled search of a small problem may end at this fraction of those rules' makespan.
+COMPILED_GAIN = 0.95
 SPLIT_RECOMPUTES = "a split backward would recompute a layer's activations for every weight (spec.plan.recompute)"
 SPLIT_GATHERS = "a layer's weights are not there any more for the second half of a split backward (spec.plan.zero3)"
 
@@ -106,6 +115,22 @@ def stored_layouts(records: ScheduleRecords, plan: Plan) -> dict[str, Layout]:
     return {} if kept is None else kept.layouts(plan)
 
 
+class _Question(NamedTuple):
+    """What a search is asked. `problem` has one stage a rank and the job's limit of memory, `free` has none. `counts`
+    are the micro-batches of a mini-batch by model, `size` is their number on all ranks together."""
+
+    problem: ScheduleProblem
+    free: ScheduleProblem
+    counts: dict[str, int]
+    size: int
+    in_bytes: bool
+
+    @property
+    def small(self) -> bool:
+        passes = 3 * self.problem.mini_batches * sum(m.micro_batches for m in self.problem.models)
+        return self.problem.ranks * passes <= SMALL_PASSES
+
+
 class Scheduling:
     """Chooses among the schedule families that plan.intraStageFusion allows and that run on the placement of a stage of
     the job."""
@@ -128,6 +153,8 @@ class Scheduling:
         self._current: Schedule | None = None
         self._choosing: asyncio.Task[None] | None = None
         self._learned = 0
+        # The best makespan of the last search, as a multiple of the lower bound: with a few rules, and compiled.
+        self._reached: dict[bool, float] = {}
         self._peak_bytes = 0.0
         self._seconds: list[float] = []
         self._kept: KeptPlacement | None = None
@@ -174,7 +201,8 @@ class Scheduling:
         placement. Raises ProblemError if no schedule fits."""
         self._kept = stored_placement(self._records, self._stage)
         self._assume()
-        await asyncio.to_thread(self._choose, self._times)
+        question = self._question(self._times)
+        await asyncio.to_thread(self._choose, self._times, question, not question.small)
         assert self._kept is not None
         apart = {name: layout.model_dump() for name, layout in self._kept.own.items()}
         kept: dict[str, Any] = {"reverse": self._kept.reverse, "chunks": self._kept.chunks, "apart": apart}
@@ -192,10 +220,11 @@ class Scheduling:
         lists = rank_actions(current, self.layouts)
         return StoredSchedule(current.family, current.instance.problem.mini_batches, encode(lists))
 
-    def learn(self, result: CommandResult) -> None:
-        """Take an iteration's measurements. After iterations 1, 2, 4, 8, ... this also starts a search for a better
-        schedule in the background. It does not search more often, because each iteration adds less information, and a
-        search takes a CPU core from the rollouts. Raises what a finished search raised."""
+    def learn(self, result: CommandResult, left: int) -> None:
+        """Take an iteration's measurements. `left`: the iterations or steps of the stage that are still to come. After
+        iterations 1, 2, 4, 8, ... a search for a better schedule is considered, in the background: the first one is
+        always made, the others if they may gain more time than they take (`_refine`). Each iteration adds less
+        information, and a search takes a CPU core from the rollouts. Raises what a finished search raised."""
         if self._current is None or not result.times:
             return
         self._times.add(result.times, self.layouts)
@@ -212,7 +241,7 @@ class Scheduling:
             self._choosing.result()  # it raises here what the search raised, as in `current`
             self._choosing = None
         if self._choosing is None and self._learned.bit_count() == 1:
-            self._choosing = asyncio.create_task(asyncio.to_thread(self._refine, copy.deepcopy(self._times)))
+            self._choosing = asyncio.create_task(asyncio.to_thread(self._refine, copy.deepcopy(self._times), left))
 
     async def close(self) -> None:
         """Wait for a search that is running, so that the report has its result. Raises what the search raised."""
@@ -258,15 +287,48 @@ class Scheduling:
             return None
         return serial_memory(problem) * (1 + 1e-6) if given is not None or self._limited() else None
 
-    def _refine(self, times: Times) -> None:
+    def _refine(self, times: Times, left: int) -> None:
         try:
-            self._choose(times)
+            question = self._question(times)
+            gain = self._expected_gain(times, question, left, not question.small)
+            searched = sum(not self._family(n).fixed for n in self._families(question))
+            cost = SMALL_SECONDS * searched if question.small else SEARCH_SECONDS
+            if self._learned > 1 and gain <= cost:
+                self._log("schedule.kept", reason=f"a search takes {cost:.1f} s and may save {gain:.1f} s")
+            else:
+                more = self._expected_gain(times, question, left, compiled=True)
+                self._choose(times, question, not question.small or more > SEARCH_SECONDS)
         except ProblemError as error:
             self._log("schedule.kept", reason=str(error))
 
-    def _choose(self, times: Times) -> None:
-        """Evaluate every family with the known times, and take the best one if it gains enough. Raises ProblemError if
-        no schedule fits."""
+    def _expected_gain(self, times: Times, question: _Question, left: int, compiled: bool) -> float:
+        """The seconds that the rest of the stage would be shorter, if a search came as near to the lower bound as the
+        last one of its kind did. 0 if that is too little to replace the schedule. It follows from the measured times
+        alone, not from how long searches took."""
+        current = self._current
+        if current is None or self._models_have_own_ranks:
+            return 0.0
+        bound = self._bound(times, question)
+        now = evaluate(self._instance(current.family, times, question), current.orders).makespan
+        reached = self._reached.get(compiled, max(1.0, COMPILED_GAIN * self._reached.get(False, 1.0)))
+        fraction = 1 - reached * bound / now
+        schedules = (
+            self._spec.ppo.steps_per_iteration // question.problem.mini_batches if self._stage is Stage.PPO else 1
+        )
+        return left * schedules * now * fraction if fraction > HYSTERESIS else 0.0
+
+    def _bound(self, times: Times, question: _Question) -> float:
+        """The shortest makespan that a schedule on the job's placement can have."""
+        names = [n for n in self._families(question) if n in self._allowed and self._runs(n)]
+        split = [n for n in names if not (self._unsplit and self._family(n).split)]
+        return min((lower_bound(self._instance(n, times, question)) for n in split or names), default=0.0)
+
+    def _instance(self, name: str, times: Times, question: _Question) -> SearchInstance:
+        assert self._kept is not None
+        family = replace(self._family(name), reverse=self._kept.reverse)
+        return family_instance(self._posed(question, times, family.chunks), family)
+
+    def _question(self, times: Times) -> _Question:
         spec = self._spec
         either = shared_layouts(self._plain, False)
         rule = next(rule for rule in batch_rules(spec) if rule.stage is self._stage)
@@ -277,15 +339,27 @@ class Scheduling:
             together = mini_batches_together(spec.ppo.steps_per_iteration)
         free = training_problem(either, counts, together, times)
         in_bytes = times.complete("bytes", either, counts)
-        limit = self._limit(free, in_bytes)
-        problem = replace(free, memory_limit=limit)
-        effort = SearchEffort(SEARCH_SECONDS, time.monotonic, workers=1, scale=0.1, seed=spec.seed)
-        pipelined = any(layout.pp > 1 for layout in either.values())
-        families = self._families(pipelined)
-        choice = self._evaluated(families, problem, counts, times, effort)
+        problem = replace(free, memory_limit=self._limit(free, in_bytes))
+        return _Question(problem, free, counts, size, in_bytes)
+
+    def _choose(self, times: Times, question: _Question, compiled: bool) -> None:
+        """Evaluate every family with the known times, and take the best one if it gains enough. `compiled`: search with
+        the compiled kernels. Raises ProblemError if no schedule fits."""
+        spec, problem, counts, limit = self._spec, question.problem, question.counts, question.problem.memory_limit
+        effort = SearchEffort(
+            SEARCH_SECONDS,
+            time.monotonic,
+            workers=1,
+            scale=0.1,
+            seed=spec.seed,
+            memory=limit is None,
+            compiled=compiled,
+        )
+        families = self._families(question)
+        choice = self._evaluated(families, question, times, effort)
         split = [name for name in families if self._family(name).split] if self._unsplit else []
         choice.refused.update(dict.fromkeys(split, self._unsplit))
-        own = self._dedicated(choice, times, size, together, limit)
+        own = self._dedicated(choice, times, question)
         can = [DEDICATED.name, *families]
         found = {n: s for n, s in choice.schedules.items() if n in self._allowed and n in can}
         if not found:
@@ -303,7 +377,9 @@ class Scheduling:
             raise ProblemError(
                 "no schedule can run where the job's stages are: " + "; ".join(dict.fromkeys(choice.refused.values()))
             )
-        if not times.profiled and not times.complete("B", either, counts):
+        if not self._models_have_own_ranks:
+            self._reached[compiled] = min(s.makespan for s in here.values()) / self._bound(times, question)
+        if not times.profiled and not times.complete("B", shared_layouts(self._plain, False), counts):
             # The cost of a split backward pass is unknown until both kinds have run. So begin with whole backward
             # passes.
             here = {n: s for n, s in here.items() if not self._family(n).split} or here
@@ -315,26 +391,20 @@ class Scheduling:
             self._current = best
         else:
             self._current = self._turned(now, problem, effort)
-        self._write(choice, choose_schedule(free, ["serial"], effort, self._kept.reverse).best, limit, in_bytes)
+        self._write(choice, choose_schedule(question.free, ["serial"], effort, self._kept.reverse).best, question)
 
-    def _families(self, pipelined: bool) -> list[str]:
+    def _families(self, question: _Question) -> list[str]:
         """The families to evaluate. Those that a pin leaves out are evaluated too, because the report compares them.
         Families with several stages per rank are left out if no rank can hold them."""
         most = max(self._most_chunks, 1 if self._kept is None else self._kept.chunks)
+        pipelined = any(m.stages > 1 for m in question.problem.models)
         names = [*self._all, *self._allowed] if pipelined else list(PINS["Serial"])
         names = [n for n in dict.fromkeys(names) if n != DEDICATED.name]
         return [n for n in names if most % self._family(n).chunks == 0]
 
-    def _evaluated(
-        self,
-        families: list[str],
-        problem: ScheduleProblem,
-        counts: Mapping[str, int],
-        times: Times,
-        effort: SearchEffort,
-    ) -> Choice:
-        """The best schedule of each family, or the reason why there is none. `problem` has one stage per rank. All
-        families share the effort's seconds. Raises ProblemError if no schedule fits."""
+    def _evaluated(self, families: list[str], question: _Question, times: Times, effort: SearchEffort) -> Choice:
+        """The best schedule of each family, or the reason why there is none. All families share the effort's seconds.
+        Raises ProblemError if no schedule fits."""
         names = [n for n in families if not (self._unsplit and self._family(n).split)]
         schedules: dict[str, Schedule] = {}
         refused: dict[str, str] = {}
@@ -346,7 +416,7 @@ class Scheduling:
             mine = [n for n in names if placed[n] == (chunks, loop)]
             part = replace(effort, seconds=effort.seconds * len(mine) / len(names))
             try:
-                posed = self._posed(problem, counts, times, chunks)
+                posed = self._posed(question, times, chunks)
                 found = choose_schedule(posed, mine, part, None, chunks, loop, quick)
             except ProblemError as error:
                 refused.update(dict.fromkeys(mine, str(error)))
@@ -359,19 +429,20 @@ class Scheduling:
         others = [n for n in RIVALS if len(families) > 1 and not (self._unsplit and self._family(n).split)]
         for name in (n for n in others if n not in schedules and n not in refused):
             with contextlib.suppress(ProblemError, DeadlockError):
-                schedules[name] = find(self._posed(problem, counts, times, 2), self._family(name), effort)
+                schedules[name] = find(self._posed(question, times, 2), self._family(name), effort)
         return Choice(best, schedules, refused)
 
-    def _posed(self, problem: ScheduleProblem, counts: Mapping[str, int], times: Times, chunks: int) -> ScheduleProblem:
+    def _posed(self, question: _Question, times: Times, chunks: int) -> ScheduleProblem:
         """The same problem with `chunks` stages per rank."""
+        problem = question.problem
         if chunks == 1:
             return problem
         layouts = shared_layouts(self._plain, False, chunks)
-        return training_problem(layouts, counts, problem.mini_batches, times, memory_limit=problem.memory_limit)
+        return training_problem(
+            layouts, question.counts, problem.mini_batches, times, memory_limit=problem.memory_limit
+        )
 
-    def _dedicated(
-        self, choice: Choice, times: Times, size: int, together: int, limit: float | None
-    ) -> dict[str, Layout]:
+    def _dedicated(self, choice: Choice, times: Times, question: _Question) -> dict[str, Layout]:
         """Add the schedule with ranks of its own for each model to `choice`, or the reason why there is none. Returns
         the layouts. Unless the manifest pins this schedule, it is considered only if it changes neither the
         micro-batches nor, on GPUs, what the ranks hold."""
@@ -383,12 +454,13 @@ class Scheduling:
         elif self._plan.dedicated:
             found = [self._plan.dedicated]
         else:
-            found = divisions(shared, size)
+            found = divisions(shared, question.size)
             if self._spec.plan.intra_stage_fusion != "Dedicated":
                 found = [each for each in found if same_batches(shared, each)]
         whole = math.lcm(shared["actor"].pp, shared["critic"].pp)
         try:
-            schedule, layouts = choose_dedicated(found, size, together, times, whole, limit)
+            together, limit = question.problem.mini_batches, question.problem.memory_limit
+            schedule, layouts = choose_dedicated(found, question.size, together, times, whole, limit)
         except ProblemError as error:
             choice.refused[DEDICATED.name] = str(error)
             return {}
@@ -425,10 +497,10 @@ class Scheduling:
 
     # ------------------------------------------------------------ report
 
-    def _write(self, choice: Choice, serial: Schedule, limit: float | None, in_bytes: bool) -> None:
+    def _write(self, choice: Choice, serial: Schedule, question: _Question) -> None:
         """Write schedule.json for the report. It has the time and memory of every family, and the timelines before and
-        after. `limit` is the job's limit. That of the chosen schedule may be less, because families such as V-Half have
-        their own."""
+        after. `memory_limit` is the job's. That of the chosen schedule may be less, because families such as V-Half
+        have their own."""
         current = self._current
         assert current is not None
         write_json(
@@ -443,8 +515,8 @@ class Scheduling:
                 "speedup": serial.makespan / current.makespan,
                 "serial_memory": serial.peak,
                 "memory": current.peak,
-                "memory_limit": limit,
-                "in_bytes": in_bytes,
+                "memory_limit": question.problem.memory_limit,
+                "in_bytes": question.in_bytes,
                 "measured_peak_bytes": self._peak_bytes,
                 "measured_seconds": statistics.median(self._seconds) if self._seconds else None,
                 "families": {

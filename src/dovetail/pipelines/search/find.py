@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dovetail.pipelines.bound import lower_bound
+from dovetail.pipelines.compat import COMPILED
 from dovetail.pipelines.families import (
     DEDICATED,
     Family,
@@ -30,6 +31,7 @@ from dovetail.pipelines.instance import Coupling
 from dovetail.pipelines.problem import ProblemError, ScheduleProblem, serial_memory
 from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
 from dovetail.pipelines.search.exact import time_unit
+from dovetail.pipelines.search.few_rules import few_rules
 from dovetail.pipelines.search.rounds import LARGE, UNLIMITED, Level, Rounds, SearchEffort, rank
 from dovetail.pipelines.search.steady_state import drop, mean_model, restore
 from dovetail.pipelines.simulate import Ints
@@ -131,6 +133,12 @@ class _Search(Rounds):
             with contextlib.suppress(DeadlockError):
                 if evaluate(self.instance, orders).fits(cap):
                     self.keep(orders, "rule")
+        if not (COMPILED and self.effort.compiled):
+            if not (self.best is not None and self.best.at_bound):
+                listed = few_rules(self.instance, cap * (1 + 1e-9), self.effort.seed)
+                if listed is not None:
+                    self.keep(listed, "rules")
+            return self.best
         for level in SPLIT_LATENCY if self.family.split else LATENCY:
             if self.best is not None and self.best.at_bound:
                 break

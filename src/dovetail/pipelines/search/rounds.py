@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from dovetail.pipelines.bound import lower_bound
-from dovetail.pipelines.compat import COMPILED
 from dovetail.pipelines.families import Family
 from dovetail.pipelines.instance import Coupling, SearchInstance, mirror, unmirror
 from dovetail.pipelines.schedule import Schedule, evaluate, steps_argument, timing_arguments
@@ -41,7 +40,8 @@ class SearchEffort:
     The search ends `seconds` after its start by `clock`. It may end a tenth of a second later, or after its first and
     smallest round. This round is left out if it takes long and a schedule is known. `memory`: look for less memory once
     the makespan is found. `enough`: below this peak memory the search stops looking for less. `scale`: the work of a
-    round. `exact`: also use CP-SAT if it is installed."""
+    round. `exact`: also use CP-SAT if it is installed. `compiled`: use the kernels and CP-SAT; without, or without
+    numba, a few rules are tried in plain Python (`few_rules`)."""
 
     seconds: float = 20.0
     clock: Clock = lambda: 0.0
@@ -51,6 +51,7 @@ class SearchEffort:
     enough: float = 0.0
     scale: float = 1.0
     exact: bool = True
+    compiled: bool = True
     progress: Progress | None = None
 
 
@@ -141,7 +142,7 @@ class Rounds:
 
     def rules(self, limit: float, target: float, part: float) -> list[Schedule]:
         """A round of random priority rules, mostly on the mirror image."""
-        tries = max(8, int(min(20000, 1.5e7 / self.size) * self.effort.scale * part if COMPILED else 20))
+        tries = max(8, int(min(20000, 1.5e7 / self.size) * self.effort.scale * part))
 
         def task(number: int, stop: Ints) -> tuple[float, Ints]:
             mirrored = self.mirrored if not self.instance.split and number % 4 != 3 else None
@@ -158,7 +159,7 @@ class Rounds:
     def justify(self, starts: list[Schedule], limit: float, target: float, part: float) -> list[Schedule]:
         """A round of justification."""
         assert self.mirrored is not None
-        tries = max(8, int(min(10000, 7.5e6 / self.size) * self.effort.scale * part if COMPILED else 10))
+        tries = max(8, int(min(10000, 7.5e6 / self.size) * self.effort.scale * part))
         i, both = self.instance, (self.instance, self.mirrored)
         duration, activation, latency = (
             np.stack([getattr(side, field) for side in both]) for field in ("duration", "activation", "latency")
@@ -178,8 +179,7 @@ class Rounds:
 
     def anneal(self, starts: list[Schedule], limit: float, target: float, part: float) -> list[Schedule]:
         """A round of annealing. A move takes longer, the longer the schedule is."""
-        moves = min(150_000, 6e7 / self.size) * self.effort.scale * part if COMPILED else 200
-        moves = max(500 if COMPILED else 200, int(moves))
+        moves = max(500, int(min(150_000, 6e7 / self.size) * self.effort.scale * part))
         i = self.instance
         quantum = self.unit / 5
 
