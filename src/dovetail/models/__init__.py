@@ -4,6 +4,6 @@ it."""
 from dovetail.models.build import build_stage
 from dovetail.models.config import ModelError, load_config
 from dovetail.models.export import HuggingFaceWriter
-from dovetail.models.model_stage import Outputs, PipelineStage, layer_range
+from dovetail.models.model_stage import Outputs, PipelineStage
 
-__all__ = ["HuggingFaceWriter", "ModelError", "Outputs", "PipelineStage", "build_stage", "layer_range", "load_config"]
+__all__ = ["HuggingFaceWriter", "ModelError", "Outputs", "PipelineStage", "build_stage", "load_config"]

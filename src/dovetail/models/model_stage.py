@@ -19,6 +19,7 @@ from dovetail.models.layers.expert_routing import replays
 from dovetail.models.layers.packing import Packing, Past
 from dovetail.models.layers.predictions import Predicted, Predictions, Vocabulary, predict
 from dovetail.protocol.plan import stages_at
+from dovetail.protocol.weights import LayoutError, layer_range
 
 VALUE_HEAD = "score"
 # A field in the config.json of a model with a value head. It is added to every value. It cannot be a weight, because
@@ -35,17 +36,6 @@ class Outputs(NamedTuple):
 
     logits: Tensor | Predicted
     values: Tensor
-
-
-def layer_range(layers: int, rank: int, size: int) -> range:
-    """The layers of stage `rank` of `size`. They are contiguous, and the sizes of stages differ by at most one. Early
-    stages get the extra layers, because the last stage also has the head. Raises `ModelError` if there are more stages
-    than layers."""
-    if size > layers:
-        raise ModelError(f"pp {size} needs at least {size} layers, the model has {layers}; lower pp")
-    base, extra = divmod(layers, size)
-    start = rank * base + min(rank, extra)
-    return range(start, start + base + (rank < extra))
 
 
 class PipelineStage(nn.Module):
@@ -84,7 +74,10 @@ class PipelineStage(nn.Module):
         self.stages = stages_at(pp_rank, pp_size, chunks, loop)
         self.is_first, self.is_last = 0 in self.stages, self._last_stage in self.stages
         self.family = MODEL_FAMILIES[config.model_type]
-        self.chunk_layers = [layer_range(config.num_hidden_layers, s, self._last_stage + 1) for s in self.stages]
+        try:
+            self.chunk_layers = [layer_range(config.num_hidden_layers, s, self._last_stage + 1) for s in self.stages]
+        except LayoutError as error:
+            raise ModelError(str(error)) from error
         self.layer_ids = [layer for layers in self.chunk_layers for layer in layers]
         self.hidden_size = int(config.hidden_size)
         self.score_bias = float(getattr(config, SCORE_BIAS, 0.0)) if head == "value" else 0.0

@@ -111,6 +111,14 @@ def test_the_first_failure_ends_the_pod_with_its_code_and_last_line(modules, cap
     assert "no model at /x" in capfd.readouterr().out
 
 
+def test_all_that_a_process_says_is_copied(modules, capfd):
+    """More than a pipe holds."""
+    write, environ = modules
+    talks = write("talks", "for number in range(20_000):\n    print(f'line {number} of many')", finishes=True)
+    assert run([talks], environ) == (0, "")
+    assert capfd.readouterr().out.splitlines() == [f"line {number} of many" for number in range(20_000)]
+
+
 def test_a_killed_process_counts_as_a_signal(modules):
     write, environ = modules
     code, message = run([write("dies", "import os\nos.kill(os.getpid(), 9)")], environ)

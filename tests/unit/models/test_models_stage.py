@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import ScratchModel
-from dovetail.models import HuggingFaceWriter, ModelError, PipelineStage, build_stage, layer_range, load_config
+from dovetail.models import HuggingFaceWriter, ModelError, PipelineStage, build_stage, load_config
 from dovetail.models.source import in_files
 from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.weights import layer_range
 from dovetail.trainer.compat import is_view
 from dovetail.trainer.engine.split_backward import backward_input, backward_weights
 from helpers.family_models import COMMON, FAMILIES, ref

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.protocol.weights import LayoutError, layer_range
+from dovetail.protocol.weights import LayoutError
 from dovetail.protocol.weights.layout import Box, StageRanks
 from dovetail.protocol.weights.layout import Tensor as StageTensor
 from helpers.papers import routing
@@ -185,16 +185,6 @@ def test_seconds_follow_the_busiest_link() -> None:
     assert table.seconds(8, 1e6, 1e5) == pytest.approx(1.0)
     assert table.seconds(1, 1e6, 1e5, latency=0.5) == pytest.approx(10.5)
     assert route(tensors, 1, RankGrid(), RankGrid()).seconds(8, 1e6, 1e5) == 0.0
-
-
-def test_stages_are_split_as_the_trainer_splits_them() -> None:
-    from dovetail.models.model_stage import layer_range as trainers
-
-    for layers in range(1, 20):
-        for size in range(1, layers + 1):
-            assert [layer_range(layers, r, size) for r in range(size)] == [
-                trainers(layers, r, size) for r in range(size)
-            ]
 
 
 def test_bad_layouts_are_refused() -> None:

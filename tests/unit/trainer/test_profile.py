@@ -120,7 +120,7 @@ def test_stages_take_the_times_of_their_layers_and_ends():
 
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_layers_are_split_as_the_trainer_splits_them(layers, stages):
-    from dovetail.models import layer_range
+    from dovetail.protocol.weights import layer_range
 
     if stages > layers:
         with pytest.raises(
