@@ -37,7 +37,7 @@ from prometheus_client import CollectorRegistry
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.data.text.texts import Texts
 from dovetail.coordinator.data.text.tokenizer import train
-from dovetail.coordinator.loop.experience_assembly import ExperienceAssembly
+from dovetail.coordinator.loop.experience_maker import ExperienceAssembly
 from dovetail.coordinator.loop.iteration_metrics import iteration_metrics
 from dovetail.coordinator.reporting.run_records import RunRecords
 from dovetail.coordinator.samples.generator import Generator

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.loop.driver import run_job
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.loop.failure import EXPLAINED, disk_full, is_final, sentence
 from dovetail.coordinator.reporting.health import UnhealthyError
@@ -120,7 +119,7 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
     try:
         async with engines:
             try:
-                await engines.guard(run_job(engines))
+                await engines.guard(engines.run())
             except Exception as error:
                 if not is_final(error):
                     raise

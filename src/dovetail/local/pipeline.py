@@ -39,7 +39,6 @@ from dovetail.protocol.process.process_names import COORDINATOR
 
 try:
     from dovetail.coordinator.data.prepare import GivenPrompt
-    from dovetail.coordinator.loop.driver import run_job
     from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
     from dovetail.coordinator.loop.failure import sentence
     from dovetail.coordinator.rewards.live import RewardCallable
@@ -182,7 +181,7 @@ class Pipeline:
         """Run all stages of the manifest, as `dovetail run` does, and finish. Returns the content of summary.json."""
         if self._advantage_function is not None:
             raise ValueError("run() does not call advantage_function; name it in spec.ppo.advantageFunction")
-        document = self._call(run_job(self.engines))
+        document = self._call(self.engines.run())
         self._finished = True
         return document
 

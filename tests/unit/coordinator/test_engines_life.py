@@ -138,12 +138,11 @@ class Engines:
     async def __aenter__(self): return self
     async def __aexit__(self, *_): print("closed", flush=True)
     async def guard(self, work): return await work
+    async def run(self):
+        print("searching", flush=True)
+        await asyncio.to_thread(threading.Event().wait)
 
-async def job(_):
-    print("searching", flush=True)
-    await asyncio.to_thread(threading.Event().wait)
-
-main.Engines, main.run_job = Engines, job
+main.Engines = Engines
 sys.exit(main.main([]))
 """
 

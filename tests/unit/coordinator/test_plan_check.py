@@ -1,4 +1,4 @@
-"""The PPO stage compares its iterations with the plan's prediction and tells its status."""
+"""The report of PPO's iterations compares them with the plan's prediction and tells its status."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dovetail.coordinator.coordinated_job import Job
-from dovetail.coordinator.loop.ppo_stage import PPOStage
+from dovetail.coordinator.loop.iteration_report import IterationReport
 from dovetail.coordinator.reporting.telemetry import Status
 from dovetail.operator.reconcile import progress
 from dovetail.planner.make_plan import make_plan
@@ -27,7 +27,7 @@ PREDICTED = Prediction(
 )
 
 
-def stage(prediction: Prediction | None) -> tuple[PPOStage, Any]:
+def report_of(prediction: Prediction | None) -> tuple[IterationReport, Any]:
     spec = plain_spec()
     plan = make_plan(spec).model_copy(update={"prediction": prediction})
     logged: list[tuple[str, Any]] = []
@@ -35,20 +35,18 @@ def stage(prediction: Prediction | None) -> tuple[PPOStage, Any]:
         store={}, progress=Status(), log=lambda event, **told: logged.append((event, told)), logged=logged
     )
     unused: Any = None
-    return PPOStage(Job(spec, plan, Path(), "", records, unused), *[unused] * 5), records
+    return IterationReport(Job(spec, plan, Path(), "", records, unused)), records
 
 
 def test_iterations_that_are_off_reach_the_jobs_status() -> None:
-    ppo, records = stage(PREDICTED)
-    check = ppo._check
-    assert check is not None
+    report, records = report_of(PREDICTED)
     for _ in range(2):
-        ppo._compare(check, 16.0, {"generation": 12.0, "training": 2.0, "weights": 1.0, "other": 1.0})
+        report._compare(16.0, {"generation": 12.0, "training": 2.0, "weights": 1.0, "other": 1.0})
     document = {**records.progress.document({}), "stage": "ppo"}
     assert progress.plan_problem(document) is None
     assert progress.fields(document)["predicted_iteration_seconds"] == 10.0
     for _ in range(2):
-        ppo._compare(check, 16.0, {"generation": 12.0, "training": 2.0, "weights": 1.0, "other": 1.0})
+        report._compare(16.0, {"generation": 12.0, "training": 2.0, "weights": 1.0, "other": 1.0})
     document = {**records.progress.document({}), "stage": "ppo"}
     problem = progress.plan_problem(document)
     assert problem is not None
@@ -58,12 +56,12 @@ def test_iterations_that_are_off_reach_the_jobs_status() -> None:
 
 
 def test_without_a_prediction_nothing_is_compared() -> None:
-    ppo, records = stage(None)
-    assert ppo._check is None
+    report, records = report_of(None)
+    assert report._check is None
     assert progress.plan_problem(records.progress.document({})) is None
     assert "predicted_iteration_seconds" not in progress.fields({**records.progress.document({}), "stage": "ppo"})
 
 
 def test_a_plan_for_another_lag_is_not_compared() -> None:
-    ppo, _ = stage(PREDICTED.model_copy(update={"lag": 1}))
-    assert ppo._check is None
+    report, _ = report_of(PREDICTED.model_copy(update={"lag": 1}))
+    assert report._check is None

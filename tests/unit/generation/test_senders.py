@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dovetail.coordinator.workers.publishing import Target
-from dovetail.coordinator.workers.senders import choose_senders, process_of
+from dovetail.coordinator.workers.relays import choose_senders, process_of
 
 
 def server(name: str, **more: Any) -> Target:

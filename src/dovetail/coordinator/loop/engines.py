@@ -1,16 +1,10 @@
-"""The engines of a job, which a training loop calls. `dovetail run` and the Python API both use this class.
+"""The engines of a job. `dovetail run` and the Python API both use this class.
 
-    async with Engines(spec, plan, settings) as engines:
-        await engines.run_sft()
-        await engines.run_reward()
-        await engines.begin_ppo()
-        while not engines.over:
-            experience = await engines.generate_experience()
-            await engines.train(experience)
-        await engines.finish()
+    async with Engines(spec, plan, settings, log) as engines:
+        await engines.guard(engines.run())
 
-Each call continues at the point that the store has recorded, so a restarted coordinator repeats nothing that was
-finished."""
+A training loop of one's own calls the parts of `run`. Each continues at the point that the store has recorded, so a
+restarted coordinator repeats nothing that was finished."""
 
 from __future__ import annotations
 
@@ -380,6 +374,25 @@ class Engines:
             await rehearse(self._rewards, self.prepared)
         await self._evaluation.check()
         self.records.store.put("rewards/checked", True)
+
+    async def run(self) -> dict[str, Any]:
+        """Run the stages of the manifest, one after another. A restarted job continues at the point that the store has
+        recorded. Returns the content of summary.json."""
+        stages = self.spec.stages
+        await self.check_rewards()
+        await self.check_output()
+        if Stage.SFT in stages:
+            await self.run_sft()
+        if Stage.REWARD in stages:
+            await self.run_reward()
+        if Stage.DPO in stages:
+            await self.run_dpo()
+        if Stage.PPO in stages:
+            await self.begin_ppo()
+            while not self.over:
+                experience = await self.generate_experience()
+                await self.train(experience)
+        return await self.finish()
 
     # ------------------------------------------------------------ SFT, reward model and DPO
 

@@ -7,19 +7,15 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.data.prepare import GivenPrompt, Prepared
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker
-from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, one_after_the_other, times, with_other
-from dovetail.coordinator.loop.kl_controller import KLController
-from dovetail.coordinator.loop.plan_check import Expected, PlanCheck
-from dovetail.coordinator.reporting.health import UnhealthyError, Verdict
-from dovetail.coordinator.reporting.health_watch import HealthWatch
+from dovetail.coordinator.loop.iteration_report import IterationReport
+from dovetail.coordinator.reporting.health import UnhealthyError
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
-from dovetail.coordinator.reporting.summary import mean_ci95
 from dovetail.coordinator.samples.best_weights import BestWeights
 from dovetail.coordinator.samples.evaluation import Evaluator
 from dovetail.coordinator.samples.lineup import OpenIterations, Turn
@@ -32,13 +28,15 @@ from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSessi
 from dovetail.coordinator.workers.weights import Weights
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.resolve import ppo_config
-from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.manifest.types import KL, RLHFJobSpec, Stage
 from dovetail.protocol import clock
 from dovetail.protocol.experience import Experience
-from dovetail.protocol.messages import CommandResult, Span, Step
+from dovetail.protocol.messages import Span, Step
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.process_names import COORDINATOR
-from dovetail.protocol.wire import Arrays, unpack
+from dovetail.protocol.wire import Arrays
+
+ERROR_LIMIT = 0.2
 
 if TYPE_CHECKING:
     from dovetail.coordinator.schedules.scheduling import Scheduling
@@ -55,6 +53,39 @@ def stored_step(
     facts = StepFacts(**records.get(f"ppo/{iteration}/facts"))
     step = settled.settle(ppo_step(spec, plan, iteration, facts, layouts))
     return scheduled(step, facts.schedule, plan.world_size)
+
+
+@dataclass
+class KLController:
+    """The coefficient of the KL penalty, `coef`. It is fixed or adaptive (Ziegler et al. 2019, section 2.2). With a
+    `target` (KL per sample in nats, summed over its tokens), `update` adapts `coef` to reach the target. `horizon` is a
+    number of samples.
+
+    The KL is always the k1 estimate, whatever `kl.in` and the penalty's estimator are. verl's controller uses the mean
+    over tokens, so its targets are smaller by the factor of the response length. `coef` is the whole state. A new
+    controller with the saved coefficient continues like the old one."""
+
+    coef: float
+    target: float | None = None
+    horizon: int = 10_000
+
+    @staticmethod
+    def from_config(config: KL, coef: float | None = None) -> KLController:
+        """The controller for `spec.ppo.kl`. `coef` is the coefficient of a checkpoint. If it is None, the manifest's is
+        used."""
+        return KLController(config.coef if coef is None else coef, config.target, config.horizon)
+
+    def update(self, kl: float, samples: int) -> float:
+        """Adapt the coefficient to an iteration's mean KL per sample (nats) over `samples` samples. Returns the new
+        coefficient.
+
+        error = clip(kl / target - 1, -0.2, 0.2); coef *= 1 + error * samples / horizon. Here samples / horizon is at
+        most 1, because a large batch could otherwise make the coefficient negative. A fixed coefficient does not
+        change. A KL that is not finite changes nothing."""
+        if self.target is not None and math.isfinite(kl):
+            error = min(max(kl / self.target - 1.0, -ERROR_LIMIT), ERROR_LIMIT)
+            self.coef *= 1.0 + error * min(samples / self.horizon, 1.0)
+        return self.coef
 
 
 class PPOStage:
@@ -80,11 +111,8 @@ class PPOStage:
         self._saving: asyncio.Task[None] | None = None
         self._scheduling: Scheduling | None = None
         self._placing: asyncio.Task[None] | None = None
-        self._verdicts: list[Verdict] = []
+        self._report = IterationReport(job)
         self._open = OpenIterations(self._iterate, spec.ppo.lag, spec.ppo.iterations)
-        self._check: PlanCheck | None = None
-        if (predicted := plan.prediction) is not None and predicted.lag == spec.ppo.lag:
-            self._check = PlanCheck(Expected.predicted(predicted.iteration_seconds, predicted.phases))
         if applies(spec, plan):
             from dovetail.coordinator.schedules.scheduling import Scheduling
 
@@ -103,7 +131,7 @@ class PPOStage:
     async def begin(self) -> None:
         """Load the actor and the critic, and send their weights to the rollouts and scorers."""
         progress = self._records.store.get("ppo/progress") or {"step": 0, "kl_coef": self._spec.ppo.kl.coef}
-        self._health = HealthWatch(self._spec, self._records.store, self._records.log, self._records.metrics.unhealthy)
+        self._report.begin()
         self._kl = KLController.from_config(self._spec.ppo.kl, progress["kl_coef"])
         models = {"actor": self._sources.policy()}
         if has_critic(self._spec):
@@ -132,14 +160,14 @@ class PPOStage:
             total_iterations=self._spec.ppo.iterations,
             phase="weights",
             message="waiting for rollouts to take the first weights",
-            health=self._health.status(),
         )
-        self._record_interrupted(self._session.step)
-        if self._draws_next(self._session.step):
-            await self._weights.publish(self._session.step)
+        step = self._session.step
+        self._report.close_interrupted(step, self._session.result_of(f"ppo/{step}/step"))
+        if self._draws_next(step):
+            await self._weights.publish(step)
             if answered:
                 await self._evaluation.run(BEFORE_SFT)
-            await self._evaluate(self._session.step)
+            await self._evaluate(step)
         self._records.timeline.begin()
 
     async def _answer_before_sft(self) -> bool:
@@ -285,13 +313,7 @@ class PPOStage:
         iteration = experience.iteration
         if iteration != self._session.step + 1:
             raise ValueError(f"experience of iteration {iteration} given, {self._session.step + 1} expected")
-        if self._records.store.get(f"ppo/{iteration}/facts") is None:
-            facts = self._facts(iteration)
-            if facts.train_actor and self._scheduling is not None:
-                schedule = await self._scheduling.current()
-                facts = replace(facts, schedule=None if schedule is None else schedule.as_json())
-            digest = await asyncio.to_thread(self._records.batches.write, iteration, experience.arrays)
-            self._records.store.put_all({f"ppo/{iteration}/facts": facts.as_json(), f"ppo/{iteration}/batch": digest})
+        await self._store_step(iteration, experience.arrays)
         await self._records.keep_text(self._spec.samples, experience)
         samples, timeline = self._records.store.samples, self._records.timeline
         await in_slices(lambda rows: samples.advance(iteration, State.IN_BATCH, rows))
@@ -304,7 +326,7 @@ class PPOStage:
             timeline.add(span.model_copy(update={"iteration": iteration}) for span in result.spans)
             if self._scheduling is not None:
                 self._scheduling.learn(result, self._spec.ppo.iterations - iteration)
-            measured = await asyncio.to_thread(self._measured, experience.arrays, result)
+            measured = await asyncio.to_thread(self._report.measured, experience.arrays, result)
             self._refuse_untrue(iteration, measured)
             if self._facts(iteration).train_actor:
                 self._kl.update(measured.get("kl", math.nan), len(experience.responses))
@@ -318,9 +340,9 @@ class PPOStage:
         if iteration % self._spec.checkpoint.every_steps == 0:
             # The trainers have nothing to do while the next iteration's samples are generated.
             self._saving = asyncio.create_task(self._checkpoint(iteration))
-        metrics = self._close(iteration, experience.arrays, measured)
+        metrics = self._report.close(iteration, experience.arrays, measured, self._maker.facts.pop(iteration, {}))
         try:
-            self._health.check(iteration, self._verdicts)
+            self._report.check(iteration)
         except UnhealthyError:
             await self._saved()  # --resume needs it
             raise
@@ -329,21 +351,26 @@ class PPOStage:
             timeline.begin()
         return metrics
 
-    def _measured(self, arrays: Arrays, result: CommandResult) -> dict[str, float]:
-        """The iteration's metrics without its times."""
-        return iteration_metrics(arrays, result.metrics, self._spec.ppo.lag)
+    async def _store_step(self, iteration: int, arrays: Arrays) -> None:
+        """Store the batch of an iteration and the facts of its step, unless they are stored. From these the step can be
+        repeated."""
+        store = self._records.store
+        if store.get(f"ppo/{iteration}/facts") is not None:
+            return
+        facts = self._facts(iteration)
+        if facts.train_actor and self._scheduling is not None:
+            schedule = await self._scheduling.current()
+            facts = replace(facts, schedule=None if schedule is None else schedule.as_json())
+        digest = await asyncio.to_thread(self._records.batches.write, iteration, arrays)
+        store.put_all({f"ppo/{iteration}/facts": facts.as_json(), f"ppo/{iteration}/batch": digest})
 
     def _refuse_untrue(self, iteration: int, metrics: dict[str, float]) -> None:
         """Raise UnhealthyError if the result of this iteration cannot be trusted. The iteration is then forgotten, so a
         resumed run draws and trains it again."""
-        untrue = [v for v in self._health.judge(iteration, metrics) if v.stops]
-        if not untrue:
-            return
-        self._records.history.add(Stage.PPO, iteration, metrics)
-        self._records.progress.update(metrics=metrics, health=self._health.note(iteration, metrics, untrue))
-        self._records.store.put(f"ppo/{iteration}/facts", None)
-        self._maker.discard(iteration)
-        self._health.check(iteration, untrue)
+        if untrue := self._report.untrue(iteration, metrics):
+            self._records.store.put(f"ppo/{iteration}/facts", None)
+            self._maker.discard(iteration)
+            self._report.check(iteration, untrue)
 
     async def _checkpoint(self, iteration: int) -> None:
         started = clock.now()
@@ -359,82 +386,6 @@ class PPOStage:
         if self._saving is not None:
             saving, self._saving = self._saving, None
             await saving
-
-    def _close(self, iteration: int, arrays: Arrays, measured: Mapping[str, float]) -> dict[str, float]:
-        """Record the times of a finished iteration, and begin the next one."""
-        records, timeline = self._records, self._records.timeline
-        wall = clock.now() - timeline.started
-        phases = with_other(timeline.of(iteration), wall, self._spec.ppo.lag)
-        timeline.forget_through(iteration)
-        facts = self._maker.facts.pop(iteration, {})
-        if self._spec.ppo.lag:
-            facts["synchronous_seconds"] = one_after_the_other(phases)
-        records.results.add_iteration(len(arrays["scores"]), wall, phases, facts.get("synchronous_seconds"))
-        metrics = self._record(iteration, arrays, measured, phases, wall, facts)
-        gauges = records.metrics
-        for name, seconds in phases.items():
-            gauges.phase_seconds.labels(name).inc(seconds)
-        gauges.iteration_seconds.observe(wall)
-        if self._check is not None and self._is_usual(iteration):
-            self._compare(self._check, wall, phases)
-        gauges.rate.set(metrics["samples_per_second"])
-        timeline.write(iteration)
-        timeline.begin()
-        return metrics
-
-    def _is_usual(self, iteration: int) -> bool:
-        """Whether generation and training both work during the whole iteration. With a lag, the trainers wait for the
-        first samples, and in the last iterations no samples are left to draw."""
-        ppo = self._spec.ppo
-        return ppo.lag < iteration <= ppo.iterations - ppo.lag
-
-    def _compare(self, check: PlanCheck, wall: float, phases: Mapping[str, float]) -> None:
-        """Report when iterations take longer or shorter than the plan says, and how long the next one should take."""
-        before = check.problem
-        check.observe(wall, phases)
-        if check.problem is not None and check.problem != before:
-            self._records.log("plan.off", problem=check.problem)
-        told = {"expected_iteration_seconds": check.expected.seconds, "problem": check.problem}
-        self._records.progress.update(plan=told)
-
-    def _record(
-        self,
-        iteration: int,
-        arrays: Arrays,
-        measured: Mapping[str, float],
-        phases: Mapping[str, float],
-        wall_seconds: float | None,
-        more: Mapping[str, float] | None = None,
-    ) -> dict[str, float]:
-        """Record the iteration's row of history, its facts and its gauges. Returns its metrics. `wall_seconds` is None
-        if a restart interrupted the iteration."""
-        records = self._records
-        metrics = {**measured, **times(len(arrays["scores"]), phases, wall_seconds), **(more or {})}
-        records.history.add(Stage.PPO, iteration, metrics)
-        for when in ["first"] * (iteration == 1) + ["last"]:
-            records.results.fact(f"ppo.reward_{when}", mean_ci95(arrays["scores"].tolist()))
-            if "kl" in metrics:
-                records.results.fact(f"ppo.kl_{when}", {"mean": metrics["kl"], "ci95": metrics["kl_ci95"]})
-        self._verdicts = self._health.judge(iteration, metrics)
-        health = self._health.note(iteration, metrics, self._verdicts)
-        gauges = records.metrics
-        gauges.reward.set(metrics["reward"])
-        gauges.kl.set(metrics.get("kl", math.nan))
-        gauges.stage_step.labels("ppo").set(iteration)
-        gauges.steps.labels("ppo").inc()
-        records.progress.update(iteration=iteration, metrics=metrics, phase=None, health=health)
-        told = {"health": ", ".join(v.reason for v in self._verdicts) or "healthy"}
-        records.log("iteration.finished", iteration=iteration, **told, **{k: round(v, 5) for k, v in metrics.items()})
-        records.store.put("ppo/recorded", iteration)
-        return metrics
-
-    def _record_interrupted(self, iteration: int) -> None:
-        """Write the records of a step if the coordinator died before it had written them."""
-        if iteration == 0 or (self._records.store.get("ppo/recorded") or 0) >= iteration:
-            return
-        result = self._session.result_of(f"ppo/{iteration}/step")
-        arrays = unpack(self._records.batches.read(iteration))
-        self._record(iteration, arrays, self._measured(arrays, result), {}, None)
 
     def _can_replay(self, first: int, last: int) -> bool:
         store, files = self._records.store, self._records.batches
