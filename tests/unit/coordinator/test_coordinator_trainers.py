@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import ModelFolders
+from dovetail.coordinator.job import Job
 from dovetail.coordinator.loop import supervised
 from dovetail.coordinator.loop.supervised import SupervisedStages
+from dovetail.coordinator.workers.ranks import Ranks, StagePlan
 from dovetail.coordinator.workers.trainer_group import StaleGeneration, TrainerError, TrainerGroup, TrainerLost
-from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSession
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import (
     CommandResult,
@@ -211,7 +211,7 @@ def test_a_command_whose_reply_was_lost_is_sent_again() -> None:
     run(scenario())
 
 
-class Ranks:
+class OneRank:
     """A one-rank world whose state is the list of applied steps; `die_before` kills it once before that step."""
 
     def __init__(self, group: TrainerGroup) -> None:
@@ -268,8 +268,8 @@ def plan() -> StagePlan:
 def test_a_lost_step_is_replayed_from_the_checkpoint(tmp_path: Path) -> None:
     async def scenario() -> None:
         group = make_group(1)
-        ranks = Ranks(group)
-        session = TrainerSession(job_of(Records(), tmp_path), group)
+        ranks = OneRank(group)
+        session = Ranks(job_of(Records(), tmp_path), group)
         life = asyncio.create_task(ranks.live())
         session.begin(plan(), 0)
         for _ in range(3):
@@ -291,8 +291,8 @@ def test_a_commands_deadline_follows_what_such_commands_took(tmp_path: Path) -> 
 
     async def scenario() -> None:
         group = make_group(1)
-        session = TrainerSession(job_of(Records(), tmp_path), group)
-        life = asyncio.create_task(Ranks(group).live())
+        session = Ranks(job_of(Records(), tmp_path), group)
+        life = asyncio.create_task(OneRank(group).live())
         plain, limits, took = group.execute, dict[str, list[float]](), {1: 3000.0, 2: 40.0, 3: 0.5, 4: 0.5}
 
         async def execute(command: Any, timeout: float) -> CommandResult:
@@ -325,8 +325,8 @@ def test_ranks_that_come_back_get_no_model_that_has_changed(tmp_path: Path) -> N
 
     async def scenario() -> None:
         group = make_group(1)
-        ranks = Ranks(group)
-        session = TrainerSession(job_of(Records(), tmp_path), group)
+        ranks = OneRank(group)
+        session = Ranks(job_of(Records(), tmp_path), group)
         session.folders = ModelFolders(tmp_path / "run", {"actor": folder}, Records())
         life = asyncio.create_task(ranks.live())
         session.begin(replace(plan(), models={"actor": ModelRef(head="lm", path=str(folder))}), 0)
@@ -357,8 +357,8 @@ def test_a_stage_that_ended_just_before_the_coordinator_can_begin_anew(
 
     async def scenario() -> None:
         group, records = make_group(1), Records()
-        ranks = Ranks(group)
-        session = TrainerSession(job_of(records, tmp_path, log), group)
+        ranks = OneRank(group)
+        session = Ranks(job_of(records, tmp_path, log), group)
         life = asyncio.create_task(ranks.live())
         session.begin(plan(), 0)
         await session.run_step()
@@ -401,7 +401,7 @@ def test_only_the_runs_own_checkpoints_are_deleted(tmp_path: Path) -> None:
         events.append((event, Path(fields["folder"]).name))
 
     async def scenario() -> None:
-        TrainerSession(job_of(Records(), tmp_path, log, run="a"), make_group(1)).forget(Stage.SFT)
+        Ranks(job_of(Records(), tmp_path, log, run="a"), make_group(1)).forget(Stage.SFT)
 
     run(scenario())
     left = ["ppo-000001", "sft-000002", "sft-000002.old.txt", "sft-000004", "sft-notes"]
@@ -438,9 +438,9 @@ def test_equal_replies_are_told_when_a_stage_begins(
 def test_trainers_can_send_what_they_hold_until_they_are_lost(tmp_path: Path) -> None:
     async def scenario() -> None:
         group = make_group(1)
-        session = TrainerSession(job_of(Records(), tmp_path), group)
+        session = Ranks(job_of(Records(), tmp_path), group)
         assert not session.can_send(0)
-        life = asyncio.create_task(Ranks(group).live())
+        life = asyncio.create_task(OneRank(group).live())
         session.begin(plan(), 0)
         await session.run_step()
         await session.save()  # they have said since what they hold
@@ -459,7 +459,7 @@ def test_a_frozen_trainer_cannot_send_long_before_it_is_given_up(tmp_path: Path,
 
     async def scenario() -> None:
         group = make_group(2, clock)
-        session = TrainerSession(job_of(Records(), tmp_path), group)
+        session = Ranks(job_of(Records(), tmp_path), group)
         session.begin(replace(plan(), lag=lag), 0)
         await form(group, "a", "b")
         asking = asyncio.create_task(
@@ -486,14 +486,14 @@ def test_a_step_that_the_ranks_already_ran_is_not_run_twice(tmp_path: Path) -> N
 
     async def scenario() -> None:
         group = make_group(1)
-        ranks = Ranks(group)
+        ranks = OneRank(group)
         records = Records()
         group.record_result = lambda r: records.put(f"result/{r.id}", r.model_dump())
-        first = TrainerSession(job_of(records, tmp_path), group)
+        first = Ranks(job_of(records, tmp_path), group)
         life = asyncio.create_task(ranks.live())
         first.begin(plan(), 0)
         await first.run_step()
-        second = TrainerSession(job_of(records, tmp_path), group)
+        second = Ranks(job_of(records, tmp_path), group)
         second.begin(plan(), 0)
         result = await second.run_step()
         assert ranks.log == ["load", "step1"]
@@ -505,7 +505,7 @@ def test_a_step_that_the_ranks_already_ran_is_not_run_twice(tmp_path: Path) -> N
 
 def test_a_trainer_that_never_joins_is_named(tmp_path: Path) -> None:
     async def scenario() -> None:
-        session = TrainerSession(job_of(Records(), tmp_path, start_seconds=0.05), make_group(2))
+        session = Ranks(job_of(Records(), tmp_path, start_seconds=0.05), make_group(2))
         session.begin(plan(), 0)
         with pytest.raises(TimeoutError, match=r"trainer ranks \[0, 1\] did not join within"):
             await session.run_step()
@@ -518,8 +518,8 @@ def test_what_a_lost_checkpoint_left_half_written_is_deleted_with_the_next_one(t
 
     async def scenario() -> None:
         group = make_group(1)
-        session = TrainerSession(job_of(Records(), tmp_path), group)
-        life = asyncio.create_task(Ranks(group).live())
+        session = Ranks(job_of(Records(), tmp_path), group)
+        life = asyncio.create_task(OneRank(group).live())
         session.begin(plan(), 0)
         left = [tmp_path / "checkpoints" / name for name in ("sft-000007.tmp", "sft-000003.old", "reward-000007.tmp")]
         for folder in left:

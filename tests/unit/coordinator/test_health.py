@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.coordinator.coordinated_job import Job
+from dovetail.coordinator.job import Job
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.loop.iteration_metrics import distinct_responses, equal_groups, iteration_metrics, mean_kl
 from dovetail.coordinator.loop.ppo_stage import PPOStage

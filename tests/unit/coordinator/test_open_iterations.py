@@ -10,7 +10,7 @@ import pytest
 from test_coordinator_trainers import Records, form, make_group, run
 
 from dovetail.coordinator.samples.lineup import OpenIterations
-from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSession
+from dovetail.coordinator.workers.ranks import Ranks, StagePlan
 from dovetail.manifest.training_types import PPO
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import CommandResult, ModelRef, NextRequest, Publish, Step
@@ -131,7 +131,7 @@ def test_a_kept_version_is_sent_while_the_trainers_train(tmp_path: Path) -> None
     async def scenario() -> None:
         group = make_group(1)
         ranks = KeepingRanks(group)
-        session = TrainerSession(job_of(Records(), tmp_path, keep=2), group)
+        session = Ranks(job_of(Records(), tmp_path, keep=2), group)
         life = asyncio.create_task(ranks.live("a"))
         session.begin(lagging(1), 0)
 
@@ -169,7 +169,7 @@ def test_ranks_that_come_back_make_the_version_that_is_needed(tmp_path: Path) ->
     async def scenario() -> None:
         group = make_group(1)
         ranks = KeepingRanks(group)
-        session = TrainerSession(job_of(Records(), tmp_path, keep=1), group)
+        session = Ranks(job_of(Records(), tmp_path, keep=1), group)
         life = asyncio.create_task(ranks.live("a"))
         session.begin(lagging(1), 0)
         for _ in range(4):

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dovetail.coordinator.coordinated_job import Job
+from dovetail.coordinator.job import Job
 from dovetail.coordinator.loop.iteration_report import IterationReport
 from dovetail.coordinator.reporting.telemetry import Status
 from dovetail.operator.reconcile import progress

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_coordinator_trainers import Clock, Ranks, Records, make_group, run
+from test_coordinator_trainers import Clock, OneRank, Records, make_group, run
 
 from dovetail.coordinator.store.database import Database
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.store import KeyValues, Store
-from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSession
+from dovetail.coordinator.workers.ranks import Ranks, StagePlan
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import ModelRef, Step
 from helpers.coordinated import job_of
@@ -89,8 +89,8 @@ def plan(folder: Path, store: Store) -> StagePlan:
 async def train(folder: Path, store: Store) -> None:
     """What the PPO stage does with its files, as far as `STEPS`."""
     group, files = make_group(1), ExperienceFiles(folder)
-    ranks = Ranks(group)
-    session = TrainerSession(job_of(store, folder, keep=KEEP), group)
+    ranks = OneRank(group)
+    session = Ranks(job_of(store, folder, keep=KEEP), group)
     apply = ranks.apply
 
     def on_disk(command: Any) -> None:
@@ -116,7 +116,7 @@ async def train(folder: Path, store: Store) -> None:
 def resumable(folder: Path) -> bool:
     """The trainers can be brought to the step that the store says the run is at, from each checkpoint kept."""
     store = Store(folder)
-    session = TrainerSession(job_of(store, folder, keep=KEEP), make_group(1, Clock()))
+    session = Ranks(job_of(store, folder, keep=KEEP), make_group(1, Clock()))
     step = int((store.get("ppo/progress") or {"step": 0})["step"])
     session.begin(plan(folder, store), step)
     saved, path = session.checkpoint(Stage.PPO)
@@ -171,7 +171,7 @@ def test_a_step_whose_result_was_lost_is_run_again(tmp_path: Path, checkpoint: i
 
     async def scenario() -> None:
         group = make_group(1)
-        ranks, records = Ranks(group), Records()
+        ranks, records = OneRank(group), Records()
         group.record_result = lambda result: records.put(f"result/{result.id}", result.model_dump(mode="json"))
         life = asyncio.create_task(ranks.live())
         steps = StagePlan(
@@ -180,7 +180,7 @@ def test_a_step_whose_result_was_lost_is_run_again(tmp_path: Path, checkpoint: i
             total_optimizer_steps=STEPS,
             make_step=lambda k: Step(id=f"ppo/{k}/step", stage=Stage.PPO, step=k, batch=f"ppo/{k}", actions=[[]]),
         )
-        before = TrainerSession(job_of(records, tmp_path, keep=KEEP), group)
+        before = Ranks(job_of(records, tmp_path, keep=KEEP), group)
         before.begin(steps, 0)
         first = await before.run_step()
         if checkpoint:
@@ -189,7 +189,7 @@ def test_a_step_whose_result_was_lost_is_run_again(tmp_path: Path, checkpoint: i
         assert first.metrics != second.metrics
 
         records.put("result/ppo/2/step", None)  # the store is as it was after step 1
-        after = TrainerSession(job_of(records, tmp_path, keep=KEEP), group)
+        after = Ranks(job_of(records, tmp_path, keep=KEEP), group)
         after.begin(steps, 1)
         again = await after.run_step()
         assert (again, ranks.applied, after.step) == (second, [1, 2], 2)

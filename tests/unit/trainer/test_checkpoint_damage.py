@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from dovetail.coordinator.workers.ranks import Ranks, StagePlan
 from dovetail.coordinator.workers.trainer_group import TrainerError, TrainerGroup
-from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSession
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import CommandResult, Export, JoinRequest, Load, NextRequest, Save
 from dovetail.trainer.files.shards import digest
@@ -97,7 +97,7 @@ class Run:
             record_result=lambda _: None,
             log=lambda *_, **__: None,
         )
-        self.session = TrainerSession(job_of(records, folder, self._log, run="a", start_seconds=60.0), self.group)
+        self.session = Ranks(job_of(records, folder, self._log, run="a", start_seconds=60.0), self.group)
         base = load_command(Stage.SFT)
         for k in range(1, 8):
             trainer.client.batches[f"sft/{k}"] = sft_batch(k)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.data.text.tokenize import Encoded, dpo_batch
+from dovetail.coordinator.job import Job
 from dovetail.coordinator.loop.supervised import SupervisedStages
 from dovetail.coordinator.store.reference_logprobs import ReferenceLogprobs
 from dovetail.coordinator.store.store import Store

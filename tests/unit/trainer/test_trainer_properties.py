@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail.coordinator.workers.ranks import Ranks, StagePlan
 from dovetail.coordinator.workers.trainer_group import StaleGeneration, TrainerGroup
-from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSession
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import (
     Command,
@@ -98,7 +98,7 @@ class World:
                 record_result=lambda result: self.records.put(f"result/{result.id}", result.model_dump(mode="json")),
                 log=lambda *_, **__: None,
             )
-            session = TrainerSession(job_of(self.records, self.folder, start_seconds=3600.0), group)
+            session = Ranks(job_of(self.records, self.folder, start_seconds=3600.0), group)
             self.driver = asyncio.create_task(self.drive(session, group))
             watch = asyncio.create_task(self.watch(group))
             hold = asyncio.create_task(session.hold())
@@ -130,7 +130,7 @@ class World:
         self.driver.cancel()
         self.group = None
 
-    async def drive(self, session: TrainerSession, group: TrainerGroup) -> None:
+    async def drive(self, session: Ranks, group: TrainerGroup) -> None:
         plan = StagePlan(
             stage=Stage.PPO,
             models={"actor": ModelRef(head="lm", path="x")},
@@ -165,7 +165,7 @@ class World:
         for version in range(max(0, STEPS - self.lag), STEPS + 1):
             await self.publish(session, group, version)
 
-    async def publish(self, session: TrainerSession, group: TrainerGroup, version: int) -> None:
+    async def publish(self, session: Ranks, group: TrainerGroup, version: int) -> None:
         """A receiver gets the version."""
 
         async def action() -> CommandResult:

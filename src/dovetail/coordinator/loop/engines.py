@@ -22,10 +22,10 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.data.prepare import GivenPrompt, Prepared, prepare
+from dovetail.coordinator.job import Job
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.ppo_stage import PPOStage
@@ -56,8 +56,8 @@ from dovetail.coordinator.store.manifest_changes import adopt, reshard
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.coordinator.workers.publishing import Publisher
+from dovetail.coordinator.workers.ranks import Ranks
 from dovetail.coordinator.workers.trainer_group import TrainerGroup
-from dovetail.coordinator.workers.trainer_session import TrainerSession
 from dovetail.coordinator.workers.weights import Weights
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec, Stage
@@ -141,7 +141,7 @@ class Engines:
         start_seconds = float("inf") if settings.pods else START_SECONDS
         sources = ModelSources(spec, settings.run_dir, self._given_model, self._rewards is None)
         self._job = Job(spec, plan, settings.run_dir, self.run_id, self.records, sources, start_seconds)
-        self.session = TrainerSession(self._job, self.trainers)
+        self.session = Ranks(self._job, self.trainers)
         head = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": settings.job or "job"}}
         job = {**head, "spec": spec.model_dump(mode="json", by_alias=True)}
         documents = {"job.json": job, "plan.json": plan.model_dump(mode="json", by_alias=True)}

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.data.prepare import GivenPrompt, Prepared, PromptRecord
 from dovetail.coordinator.data.seeds import sample_seed
 from dovetail.coordinator.data.text.texts import Texts
+from dovetail.coordinator.job import Job
 from dovetail.coordinator.loop.dynamic_sampling import IterationPrompts, replaced_key
 from dovetail.coordinator.loop.record import record
 from dovetail.coordinator.rewards.calls import Calls, evaluation_slot

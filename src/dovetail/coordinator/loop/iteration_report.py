@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from dovetail.coordinator.coordinated_job import Job
+from dovetail.coordinator.job import Job
 from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, one_after_the_other, times, with_other
 from dovetail.coordinator.loop.plan_check import Expected, PlanCheck
 from dovetail.coordinator.reporting.health import Verdict

@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.data.prepare import GivenPrompt, Prepared
+from dovetail.coordinator.job import Job
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker
 from dovetail.coordinator.loop.iteration_report import IterationReport
 from dovetail.coordinator.reporting.health import UnhealthyError
@@ -24,7 +24,7 @@ from dovetail.coordinator.schedules.stored_schedule import applies, scheduled
 from dovetail.coordinator.store.manifest_changes import Settled
 from dovetail.coordinator.store.samples import State
 from dovetail.coordinator.store.store import in_slices
-from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSession
+from dovetail.coordinator.workers.ranks import Ranks, StagePlan
 from dovetail.coordinator.workers.weights import Weights
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.resolve import ppo_config
@@ -96,18 +96,18 @@ class PPOStage:
         self,
         job: Job,
         prepared: Prepared,
-        session: TrainerSession,
+        ranks: Ranks,
         weights: Weights,
         maker: ExperienceMaker,
         evaluation: Evaluator,
     ) -> None:
         spec, plan, run_dir, records = job.spec, job.plan, job.folder, job.records
         self._spec, self._plan, self._run_dir = spec, plan, run_dir
-        self._kept = BestWeights(spec, run_dir, records.store, session, evaluation)
+        self._kept = BestWeights(spec, run_dir, records.store, ranks, evaluation)
         self._evaluation = evaluation
         self._records, self._prepared, self._sources = records, prepared, job.sources
         self._settled = Settled(spec, records.store)
-        self._session, self._weights, self._maker = session, weights, maker
+        self._ranks, self._weights, self._maker = ranks, weights, maker
         self._saving: asyncio.Task[None] | None = None
         self._scheduling: Scheduling | None = None
         self._placing: asyncio.Task[None] | None = None
@@ -139,7 +139,7 @@ class PPOStage:
         if self._placing is not None:
             await self._placing
         answered = int(progress["step"]) == 0 and await self._answer_before_sft()
-        self._session.begin(
+        self._ranks.begin(
             StagePlan(
                 Stage.PPO,
                 models,
@@ -156,13 +156,13 @@ class PPOStage:
         self._records.progress.update(
             state="running",
             stage="ppo",
-            iteration=self._session.step,
+            iteration=self._ranks.step,
             total_iterations=self._spec.ppo.iterations,
             phase="weights",
             message="waiting for rollouts to take the first weights",
         )
-        step = self._session.step
-        self._report.close_interrupted(step, self._session.result_of(f"ppo/{step}/step"))
+        step = self._ranks.step
+        self._report.close_interrupted(step, self._ranks.result_of(f"ppo/{step}/step"))
         if self._draws_next(step):
             await self._weights.publish(step)
             if answered:
@@ -185,7 +185,7 @@ class PPOStage:
             recompute=plan.recomputed(stage),
             zero3=plan.gathered_by_layer(stage),
         )
-        self._session.begin(start, 0)
+        self._ranks.begin(start, 0)
         message = "answering prompts that are kept for evaluation, with the model before SFT"
         self._records.progress.update(state="running", stage="ppo", phase="evaluation", message=message)
         await self._weights.publish(BEFORE_SFT)
@@ -200,7 +200,7 @@ class PPOStage:
 
         After a crash, results that the store already holds are not computed again. Raises ValueError for `prompts` in a
         job with `ppo.lag`."""
-        iteration, lag, progress = self._session.step + 1, self._spec.ppo.lag, self._records.progress
+        iteration, lag, progress = self._ranks.step + 1, self._spec.ppo.lag, self._records.progress
         if lag and prompts is not None:
             raise ValueError("prompts of your own cannot be given with spec.ppo.lag above 0; set lag to 0")
         self._open.open_through(iteration, prompts)
@@ -220,7 +220,7 @@ class PPOStage:
             await self._maker.draw(turn, prompts)
         made = await self._maker.experience(prompts)
         if iteration == self._spec.ppo.iterations:
-            self._session.need(None)
+            self._ranks.need(None)
         return made
 
     async def _reach(self, turn: Turn) -> None:
@@ -252,13 +252,13 @@ class PPOStage:
         Versions whose evaluation is still due are sent and evaluated first. The trainers keep them."""
         await self._open.close()
         self._records.progress.update(open_iterations=[])
-        for version in range(max(0, self._session.step - self._spec.ppo.lag), self._session.step):
+        for version in range(max(0, self._ranks.step - self._spec.ppo.lag), self._ranks.step):
             if self._evaluation.due(version):
                 await self._weights.publish(version)
                 await self._answer(version)
                 self._kept.choose(version)
-        if self._weights.version != self._session.step:
-            await self._weights.publish(self._session.step)
+        if self._weights.version != self._ranks.step:
+            await self._weights.publish(self._ranks.step)
 
     async def _evaluate(self, version: int) -> None:
         """Evaluate the newest weights if that is due, and keep them if they are the best so far. The trainers hold
@@ -275,7 +275,7 @@ class PPOStage:
         stopAfterNoGain. Raises ValueError in a job with `ppo.lag`, because its rollouts hold other weights."""
         if self._spec.ppo.lag:
             raise ValueError("the newest weights cannot be evaluated with spec.ppo.lag above 0; set lag to 0")
-        version = self._session.step
+        version = self._ranks.step
         if self._evaluation.wanted(version):
             await self._answer(version)
         found = await self._evaluation.run(version)
@@ -294,16 +294,16 @@ class PPOStage:
         enough.
 
         Only evaluations of versions count that have certainly run. So the answer depends on the iteration alone."""
-        if self._session.step >= self._spec.ppo.iterations:
+        if self._ranks.step >= self._spec.ppo.iterations:
             return True
-        step = self._session.step
+        step = self._ranks.step
         through = step if self._draws_next(step) else step - 1 - self._spec.ppo.lag
         reason = self._evaluation.reason_to_stop(through)
         if reason is None:
             return False
-        self._records.log("ppo.stopped", iteration=self._session.step, reason=reason)
-        self._records.results.fact("evaluation.stopped", {"iteration": self._session.step, "reason": reason})
-        self._records.progress.update(total_iterations=self._session.step, message=f"PPO ends here: {reason}")
+        self._records.log("ppo.stopped", iteration=self._ranks.step, reason=reason)
+        self._records.results.fact("evaluation.stopped", {"iteration": self._ranks.step, "reason": reason})
+        self._records.progress.update(total_iterations=self._ranks.step, message=f"PPO ends here: {reason}")
         return True
 
     async def train(self, experience: Experience) -> dict[str, float]:
@@ -311,8 +311,8 @@ class PPOStage:
         iteration's metrics. Raises ValueError if the experience is of another iteration, and UnhealthyError if the run
         must stop."""
         iteration = experience.iteration
-        if iteration != self._session.step + 1:
-            raise ValueError(f"experience of iteration {iteration} given, {self._session.step + 1} expected")
+        if iteration != self._ranks.step + 1:
+            raise ValueError(f"experience of iteration {iteration} given, {self._ranks.step + 1} expected")
         await self._store_step(iteration, experience.arrays)
         await self._records.keep_text(self._spec.samples, experience)
         samples, timeline = self._records.store.samples, self._records.timeline
@@ -320,9 +320,9 @@ class PPOStage:
         with timeline.phase("training", iteration):
             self._records.progress.update(phase="training")
             await self._saved()
-            await self._kept.set_aside(self._session.step)
+            await self._kept.set_aside(self._ranks.step)
             await self._maker.rest()
-            result = await self._session.run_step()
+            result = await self._ranks.run_step()
             timeline.add(span.model_copy(update={"iteration": iteration}) for span in result.spans)
             if self._scheduling is not None:
                 self._scheduling.learn(result, self._spec.ppo.iterations - iteration)
@@ -374,9 +374,9 @@ class PPOStage:
 
     async def _checkpoint(self, iteration: int) -> None:
         started = clock.now()
-        await self._session.save()
+        await self._ranks.save()
         # An older checkpoint is kept in case this one is damaged. The batches since then are kept too.
-        self._records.batches.forget_through(self._session.oldest(Stage.PPO))
+        self._records.batches.forget_through(self._ranks.oldest(Stage.PPO))
         await in_slices(lambda rows: self._records.store.samples.forget_before(iteration, rows))
         span = Span(name="checkpoint", process=COORDINATOR, lane="checkpoint", start=started, end=clock.now())
         self._records.timeline.add([span])
@@ -405,7 +405,7 @@ class PPOStage:
 
     async def finish(self) -> None:
         """Evaluate the last weights, which the rollouts and scorers hold, and export the trained models."""
-        version = self._session.step
+        version = self._ranks.step
         if self._evaluation.wanted(version):
             await self._answer(version)
         self._evaluation.note_end(version)
@@ -417,8 +417,8 @@ class PPOStage:
             await self._scheduling.close()
         self._records.progress.update(phase="export", message="exporting models")
         folder = self._run_dir / "models"
-        await self._session.export("actor", folder / "actor")
+        await self._ranks.export("actor", folder / "actor")
         if self._spec.ppo.ema is not None:
-            await self._session.export("ema", folder / "actor-ema")
+            await self._ranks.export("ema", folder / "actor-ema")
         if has_critic(self._spec):
-            await self._session.export("critic", folder / "critic")
+            await self._ranks.export("critic", folder / "critic")

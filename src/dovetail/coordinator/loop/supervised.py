@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dovetail.coordinator.coordinated_job import Job
+from dovetail.coordinator.job import Job
 from dovetail.coordinator.schedules.step_commands import supervised_step
 from dovetail.coordinator.schedules.stored_schedule import applies, scheduled
 from dovetail.coordinator.serving.served_batches import Batches
 from dovetail.coordinator.store.identity import check_model
 from dovetail.coordinator.store.manifest_changes import Settled
-from dovetail.coordinator.workers.trainer_session import StagePlan, StepRecords, TrainerSession
+from dovetail.coordinator.workers.ranks import Ranks, StagePlan, StepRecords
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import CommandResult, ModelRef, Step
 
@@ -60,7 +60,7 @@ class Hooks:
     wall_seconds: Callable[[], float]
 
 
-async def run_supervised(stage: SupervisedStage, session: TrainerSession, records: StepRecords, hooks: Hooks) -> None:
+async def run_supervised(stage: SupervisedStage, session: Ranks, records: StepRecords, hooks: Hooks) -> None:
     """Run the stage. It continues at the step that its records name. Raises TrainerError.
 
     Facts: <stage>/before and <stage>/after hold the evaluation's metrics. <stage>/done says that the export is
@@ -124,7 +124,7 @@ class SupervisedStages:
 
     `steps(stage)` returns the number of steps of a stage. Only exported models of the job's run are accepted."""
 
-    def __init__(self, job: Job, session: TrainerSession, batches: Batches, steps: Callable[[Stage], int]) -> None:
+    def __init__(self, job: Job, session: Ranks, batches: Batches, steps: Callable[[Stage], int]) -> None:
         self._spec, self._plan, self._models, self._run_id = job.spec, job.plan, job.folder / "models", job.run
         self._records, self._session, self._sources = job.records, session, job.sources
         self._settled = Settled(job.spec, job.records.store)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dovetail.coordinator.samples.evaluation import Evaluator
 from dovetail.coordinator.store.store import KeyValues
-from dovetail.coordinator.workers.trainer_session import TrainerSession
+from dovetail.coordinator.workers.ranks import Ranks
 from dovetail.manifest.types import RLHFJobSpec
 
 BEST = "actor-best"
@@ -21,7 +21,7 @@ class BestWeights:
     is exported to a folder before the trainers train on."""
 
     def __init__(
-        self, spec: RLHFJobSpec, run_dir: Path, store: KeyValues, session: TrainerSession, evaluation: Evaluator
+        self, spec: RLHFJobSpec, run_dir: Path, store: KeyValues, session: Ranks, evaluation: Evaluator
     ) -> None:
         self._spec, self._store, self._session, self._evaluation = spec, store, session, evaluation
         self._best = run_dir / "models" / BEST

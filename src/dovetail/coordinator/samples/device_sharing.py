@@ -8,8 +8,8 @@ from contextlib import AbstractAsyncContextManager
 
 import aiohttp
 
-from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.data.fingerprints import ModelFolders
+from dovetail.coordinator.job import Job
 from dovetail.coordinator.samples.fusion.fusion import Fusion, StageFusion
 from dovetail.coordinator.samples.fusion.sleep import Sleepers
 from dovetail.coordinator.samples.generator import Generator

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from dovetail.coordinator.coordinated_job import Job
+from dovetail.coordinator.job import Job
 from dovetail.coordinator.samples.allotment import Allotment
 from dovetail.coordinator.samples.drawing import Drawing, DrawingFollower, Shared
 from dovetail.coordinator.samples.in_flight import Generated, GenerationSettings, request_id

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.data.prepare import Prepared, PromptRecord
 from dovetail.coordinator.data.text.texts import Texts
+from dovetail.coordinator.job import Job
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
 from dovetail.coordinator.rewards.calls import Calls, evaluation_slot
 from dovetail.coordinator.samples.reward_stage import Joined, RewardFunctions, Rewards, WithRewards

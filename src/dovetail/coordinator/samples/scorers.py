@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.data.fingerprints import ModelFolders
+from dovetail.coordinator.job import Job
 from dovetail.coordinator.samples.scoring import Scorer, ScorerPool, load_models
 from dovetail.coordinator.samples.scoring_lanes import Lane, lanes_of
 from dovetail.coordinator.workers.fleet import Fleet

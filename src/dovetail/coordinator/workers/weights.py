@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from dovetail.coordinator.coordinated_job import Job
+from dovetail.coordinator.job import Job
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT, weights_name
 from dovetail.coordinator.workers.preparing import Preparing
 from dovetail.coordinator.workers.publishing import Published, Publisher, Target
+from dovetail.coordinator.workers.ranks import Ranks
 from dovetail.coordinator.workers.relays import Relays
 from dovetail.coordinator.workers.trainer_group import TrainerLost
-from dovetail.coordinator.workers.trainer_session import TrainerSession
 
 RETRY_SECONDS = 0.25
 # A transfer waits this many seconds for instances that must first load models or wake up. Later ones get a transfer of
@@ -107,11 +107,11 @@ class Weights:
         job: Job,
         fleet: Receivers,
         publisher: Publisher,
-        session: TrainerSession,
+        ranks: Ranks,
         devices: Preparation,
         deadline_seconds: float = WEIGHTS_SECONDS,
     ) -> None:
-        self._fleet, self._publisher, self._session = fleet, publisher, session
+        self._fleet, self._publisher, self._ranks = fleet, publisher, ranks
         self._timeline, self._log, self._clock = job.records.timeline, job.log, job.clock
         self._deadline, self._start = deadline_seconds, job.start_seconds
         self._preparing = Preparing(devices.prepare)
@@ -134,7 +134,7 @@ class Weights:
         self._version = version
         self._relays.forget_failures(version)
         if version != BEFORE_SFT:
-            self._session.need(version)
+            self._ranks.need(version)
 
     async def publish(self, version: int) -> None:
         """Make `version` the current one of all instances. Returns when at least one instance of each kind holds it.
@@ -232,7 +232,7 @@ class Weights:
         rest = list(stale)
         for version in sorted({self._wanted(target) for target in stale}):
             # Nobody waits long for the model before SFT. The trainers hold it only before SFT.
-            if version == BEFORE_SFT or (not busy and self._session.can_send(version)):
+            if version == BEFORE_SFT or (not busy and self._ranks.can_send(version)):
                 continue
             chosen = self._relays.choose(version, [t for t in stale if self._wanted(t) == version])
             self._relays.start(version, chosen)
@@ -272,12 +272,12 @@ class Weights:
             return
 
         asked = began = self._clock()
-        beside = self._session.keeps_versions
+        beside = self._ranks.keeps_versions
 
         async def publish() -> Published | None:
             nonlocal began
             # The trainers may have gone on while this waited for them. They then hold other weights.
-            held = self._version if version == BEFORE_SFT else self._session.step
+            held = self._version if version == BEFORE_SFT else self._ranks.step
             if not beside and held != version:
                 return None
             began = self._clock()
@@ -289,9 +289,9 @@ class Weights:
                 raise
 
         if beside:
-            published = await self._session.at_version(version, publish)
+            published = await self._ranks.at_version(version, publish)
         else:
-            published = await self._session.at_target(publish)
+            published = await self._ranks.at_target(publish)
         ended = self._clock()
         if published is None:
             self._excused += ended - asked

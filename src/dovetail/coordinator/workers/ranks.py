@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from dovetail.coordinator.coordinated_job import Job
 from dovetail.coordinator.data.fingerprints import ModelFolders
+from dovetail.coordinator.job import Job
 from dovetail.coordinator.store.identity import check_own, delete_folder
 from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.workers.trainer_group import (
@@ -67,7 +67,7 @@ class StepRecords(Protocol):
     def sync(self) -> None: ...
 
 
-class TrainerSession:
+class Ranks:
     """The commands of one job to its trainers. Calls run one after another. Each survives any number of lost
     generations. The launcher limits restarts."""
 
