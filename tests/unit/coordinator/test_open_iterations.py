@@ -68,6 +68,28 @@ def test_an_iteration_that_fails_fails_those_that_wait_for_it() -> None:
     run(scenario())
 
 
+def test_without_a_lag_each_iteration_gets_its_prompts_and_one_that_failed_is_made_anew() -> None:
+    async def scenario() -> None:
+        made: list[tuple[int, str]] = []
+
+        async def make(iteration: int, prompts: str) -> str:
+            made.append((iteration, prompts))
+            if len(made) == 1:
+                raise RuntimeError("the reward function failed")
+            return prompts
+
+        open_ = OpenIterations(make, 0, 4)
+        open_.open_through(1, "mine")
+        with pytest.raises(RuntimeError, match="the reward function failed"):
+            await open_.take(1)
+        assert open_.numbers == []
+        open_.open_through(1, "others")
+        assert await open_.take(1) == "others"
+        assert made == [(1, "mine"), (1, "others")], "nothing is drawn beside"
+
+    run(scenario())
+
+
 class KeepingRanks:
     """One rank whose state is the steps that it has applied. It keeps as many versions as `load` says."""
 

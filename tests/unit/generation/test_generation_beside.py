@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dovetail.coordinator.rewards.calls import evaluation_slot
 from dovetail.coordinator.store.samples import NewSample, State
 from helpers.fake_vllm import FakeVllm, response_of
 from helpers.generation_job import Job, play, until
@@ -137,5 +138,23 @@ def test_servers_that_die_and_come_back_at_random(tmp_path: Path, seed: int) -> 
                 await again(server)
 
         await beside.all(disturb)
+
+    play(tmp_path, scenario, count=COUNT, lag=2)
+
+
+def test_an_evaluation_is_drawn_before_the_iteration_that_waits_for_it(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        await job.server("r0")
+        slot = evaluation_slot(1)
+        job.store.samples.begin_iteration(slot, [NewSample(p, 0, np.arange(1, 4), p) for p in range(COUNT)])
+        with job.generator.open(1, 1) as turn:
+            with job.generator.open(slot, 1) as evaluation:
+                assert (evaluation.first, turn.first) == (True, False)
+                await job.generator.generate(evaluation)
+            assert job.store.samples.counts(slot) == {State.GENERATED: COUNT}
+            assert job.store.samples.counts(1) == {State.PENDING: COUNT}
+            assert turn.first
+            await job.generator.generate(turn)
+        assert job.store.samples.counts(1) == {State.GENERATED: COUNT}
 
     play(tmp_path, scenario, count=COUNT, lag=2)
