@@ -20,8 +20,8 @@ from dovetail.coordinator.workers.offers import receive_for
 from dovetail.models.links import rendezvous
 from dovetail.models.transfer import Deadline, Part, TransferError, call, checksum
 from dovetail.protocol.messages import Offer, Publish, Receive, Receiver, SendOn
-from dovetail.protocol.weights import RankGrid, Tensor
 from dovetail.protocol.weights.buckets import bucket_specs
+from dovetail.protocol.weights.layout import StageRanks, Tensor
 from dovetail.rollout import peer_sender
 from dovetail.rollout.peer_sender import PeerSender
 from dovetail.rollout.received_copy import ReceivedCopy
@@ -159,12 +159,12 @@ def test_stages_of_two_models_reach_their_receivers_whole() -> None:
     assert world.offers[0].segments[0].port == world.offers[1].segments[0].port, "communicators are kept"
 
 
-def split(named: dict[str, torch.Tensor], layout: RankGrid, rank: int) -> list[Part]:
+def split(named: dict[str, torch.Tensor], layout: StageRanks, rank: int) -> list[Part]:
     """What a rank holds of a stage's tensors; of "big" ones tp ranks share the columns, of "one" nothing."""
     found = []
     for name, tensor in named.items():
         tp_dim = None if name.startswith("one") or layout.tp == 1 else int(name.startswith("big"))
-        boxes = layout.boxes(Tensor(name, tuple(tensor.shape), tp_dim=tp_dim), 1)
+        boxes = layout.boxes(Tensor(tuple(tensor.shape), tp_dim, tensor.itemsize))
         box = next((b for b, ranks in boxes.items() if rank in ranks), tuple((0, 0) for _ in tensor.shape))
         found.append(Part(name, tuple(tensor.shape), box, tensor[tuple(slice(*i) for i in box)], tp_dim))
     return found
@@ -175,7 +175,7 @@ def split(named: dict[str, torch.Tensor], layout: RankGrid, rank: int) -> list[P
     ("dp", "copies", "tp"), [(2, 1, 1), (3, 1, 1), (2, 2, 1), (4, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 2)]
 )
 def test_ranks_send_what_they_hold_once_and_in_equal_shares(dp: int, copies: int, tp: int) -> None:
-    layout = RankGrid(dp=dp, tp=tp, sharded=True, copies=copies)
+    layout = StageRanks(tp, dp, copies)
     places = [(p, d, t) for p in range(2) for d in range(dp) for t in range(tp)]
     world = World([{"actor": place} for place in places])
     who = RECEIVERS[:2]
@@ -188,10 +188,7 @@ def test_ranks_send_what_they_hold_once_and_in_equal_shares(dp: int, copies: int
             named[f"big.{p}"] = torch.randn(2200, 1001) * version
             named[f"one.{p}"] = torch.full((1, 3), float(version))
             stages.append(named)
-        weights = [
-            {"actor": WeightParts(partial(split, stages[p], layout, layout.rank(0, d, t)), layout)}
-            for p, d, t in places
-        ]
+        weights = [{"actor": WeightParts(partial(split, stages[p], layout, d * tp + t), layout)} for p, d, t in places]
         sent, taken = run(world, weights, receivers, epoch=1, version=version, who=who)
         assert isinstance(sent[0], dict), sent[0]
         assert same(taken["rollout-0"], stages[0] | stages[1]), taken["rollout-0"]
@@ -204,7 +201,7 @@ def test_ranks_send_what_they_hold_once_and_in_equal_shares(dp: int, copies: int
 
 
 def test_ranks_beyond_the_layout_send_nothing() -> None:
-    layout = RankGrid(dp=1, sharded=True)
+    layout = StageRanks()
     world = World([{"actor": (0, 0)}, {"actor": (0, 1)}])
     named = stage(3, range(2))
     weights = [{"actor": WeightParts(partial(map, _held_whole, named.items()), layout)}] * 2
@@ -243,7 +240,7 @@ def unused(copy: ReceivedCopy) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 1, 1), (2, 2, 2)])
 def test_a_server_sends_on_what_it_received_from_any_layout(pp: int, dp: int, tp: int) -> None:
-    layout = RankGrid(dp=dp, tp=tp, sharded=dp > 1)
+    layout = StageRanks(tp, dp)
     places = [(p, d, t) for p in range(pp) for d in range(dp) for t in range(tp)]
     world = World([{"actor": place} for place in places])
     who, copy = RECEIVERS[:1], ReceivedCopy()
@@ -252,10 +249,7 @@ def test_a_server_sends_on_what_it_received_from_any_layout(pp: int, dp: int, tp
         stages = [
             {n: t for n, t in stage(9 * version + p, range(4 * p, 4 * p + 4)).items() if t.dim()} for p in range(pp)
         ]
-        weights = [
-            {"actor": WeightParts(partial(split, stages[p], layout, layout.rank(0, d, t)), layout)}
-            for p, d, t in places
-        ]
+        weights = [{"actor": WeightParts(partial(split, stages[p], layout, d * tp + t), layout)} for p, d, t in places]
         run(world, weights, first, epoch=1, version=version, who=who)
         got = take(late, send_on(copy, version, epoch=100 + version))
         assert same(got, {n: t for named in stages for n, t in named.items()})
