@@ -71,7 +71,7 @@ def clean(server: KubeCluster) -> Iterator[None]:
     for namespace in NAMESPACES:
         server.delete("rlhfjobs", "--all", "-n", namespace)
         server.delete("pvc", "--all", "-n", namespace)  # kept
-    selector = ("-l", "app.kubernetes.io/managed-by=dovetail-operator", "-o", "name")
+    selector = ("-l", names.UID_LABEL, "-o", "name")
     for namespace in NAMESPACES:
         words = ("get", ",".join(KINDS), "-n", namespace, *selector)
         wait_for("nothing left", lambda words=words: server.kubectl(*words) == "")
@@ -343,7 +343,7 @@ def test_a_manifest_that_would_fill_the_operators_memory_is_refused(
 
 def test_an_odd_jobset_of_a_tenant_does_not_end_the_operator(server: KubeCluster, leader: OperatorProcess) -> None:
     """Whoever may create JobSets can give them our labels. JobSet's schema lets a template be empty."""
-    labels = {"app.kubernetes.io/managed-by": "dovetail-operator", names.JOB_LABEL: "odd"}
+    labels = {names.UID_LABEL: "none", names.JOB_LABEL: "odd"}
     odd = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",

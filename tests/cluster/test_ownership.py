@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dovetail.kube import names
 from helpers.cluster import REPOSITORY, KubeCluster, wait_for
 from helpers.operator_process import OperatorProcess, established, install, kubeconfig, operator, preserving
 from helpers.rlhfjobs import condition, quickstart
@@ -79,7 +80,7 @@ def clean(server: KubeCluster) -> Iterator[None]:
     server.delete("pvc", "--all", "-n", SPACE)  # kept
     theirs = [f"{item['kind']}/{item['metadata']['name']}" for item in TAKEN.values()]
     server.kubectl("delete", "--ignore-not-found", "-n", SPACE, *theirs)
-    selector = ("-l", "app.kubernetes.io/managed-by=dovetail-operator", "-o", "name")
+    selector = ("-l", names.UID_LABEL, "-o", "name")
     wait_for("nothing left", lambda: server.kubectl("get", ",".join(KINDS), "-n", SPACE, *selector) == "")
 
 
@@ -184,10 +185,14 @@ def test_the_manifest_decides_whether_the_claim_goes_with_the_job(server: KubeCl
     wait_for("a plan", lambda: condition(server, "Planned", JOB, SPACE).get("status") == "True")
     refused = server.try_kubectl(*patch, '{"spec":{"storage":{"retain":"Delete"}}}')
     assert "spec.storage.retain cannot change to Delete" in refused.stderr
-    # As release 0.1 made it.
-    old = json.dumps({"metadata": {"ownerReferences": owners}})
-    server.kubectl("patch", "pvc", *where, "--type=merge", "-p", old)
-    wait_for("no owner", lambda: "ownerReferences" not in server.get("pvc", *where)["metadata"])
+    # As earlier releases made it. Argo CD would take it for its own by the label, and delete it.
+    label = "app.kubernetes.io/instance"
+    for old in ({"ownerReferences": owners}, {"labels": {label: JOB}, "annotations": {"by": "others"}}):
+        server.kubectl("patch", "pvc", *where, "--type=merge", "-p", json.dumps({"metadata": old}))
+        wait_for("no owner", lambda: "ownerReferences" not in server.get("pvc", *where)["metadata"])
+        wait_for("no label", lambda: label not in server.get("pvc", *where)["metadata"]["labels"])
+    kept = server.get("pvc", *where)["metadata"]["annotations"]
+    assert kept.items() >= ({"by": "others"} | names.NEVER_PRUNED).items()
     delete_job(server)
     wait_for("nothing else", lambda: mine(server) == [f"persistentvolumeclaim/{JOB}-files"])
     server.kubectl("delete", "pvc", *where)
@@ -195,6 +200,46 @@ def test_the_manifest_decides_whether_the_claim_goes_with_the_job(server: KubeCl
     wait_for("the claim", lambda: server.get("pvc", *where))
     delete_job(server)
     wait_for("nothing", lambda: mine(server) == [])
+
+
+def test_a_webhook_that_labels_everything_blinds_nobody(server: KubeCluster) -> None:
+    """With the recommended labels, on every object of a namespace."""
+    path = "/metadata/labels/app.kubernetes.io~1"
+    values = [f'JSONPatch{{op: "add", path: "{path}{name}", value: "team"}}' for name in ("managed-by", "name")]
+    group = "admissionregistration.k8s.io/v1"
+    rules = [{"apiGroups": ["*"], "apiVersions": ["*"], "operations": ["CREATE", "UPDATE"], "resources": ["*"]}]
+    policy = {
+        "failurePolicy": "Fail",
+        "reinvocationPolicy": "Never",
+        "matchConstraints": {"resourceRules": rules},
+        "matchConditions": [{"name": "labelled", "expression": "has(object.metadata.labels)"}],
+        "mutations": [{"patchType": "JSONPatch", "jsonPatch": {"expression": f"[{', '.join(values)}]"}}],
+    }
+    here = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": SPACE}}}
+    webhook = {"policyName": "labels", "matchResources": here}
+    things = (("MutatingAdmissionPolicy", policy), ("MutatingAdmissionPolicyBinding", webhook))
+    for kind, spec in things:
+        server.apply({"apiVersion": group, "kind": kind, "metadata": {"name": "labels"}, "spec": spec})
+    try:
+
+        def labelled() -> bool:
+            probe = thing("ConfigMap", "v1", "probe")
+            probe["metadata"]["labels"] = {"a": "b"}
+            words = ("create", "--dry-run=server", "-n", SPACE, "-o", "json", "-f", "-")
+            text = server.kubectl(*words, stdin=json.dumps(probe))
+            return "app.kubernetes.io/managed-by" in json.loads(text)["metadata"]["labels"]
+
+        wait_for("the policy", labelled)
+        create(server, quickstart(JOB, SPACE))
+        made = wait_for("the JobSet", lambda: server.get("jobset", JOB, "-n", SPACE))
+        assert made["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "team"
+        done = {"type": "Completed", "status": "True", "reason": "x", "lastTransitionTime": "2026-11-21T12:00:00Z"}
+        words = ("jobset", JOB, "-n", SPACE, "--subresource=status", "--type=merge", "-p")
+        server.kubectl("patch", *words, json.dumps({"status": {"conditions": [done]}}))
+        wait_for("the end", lambda: condition(server, "Completed", JOB, SPACE).get("status") == "True")
+    finally:
+        for kind, _ in things:
+            server.delete(kind, "labels")
 
 
 def events(server: KubeCluster, reason: str, uid: str) -> list[str]:

@@ -108,7 +108,8 @@ class FakeCluster:
         """Carried out, as the controller does."""
         result = self.look()
         for place in result.release:
-            del self.objects[place]["metadata"]["ownerReferences"]
+            self.objects[place]["metadata"].pop("ownerReferences", None)
+            self.objects[place]["metadata"]["labels"].pop(names.INSTANCE_LABEL, None)
         for thing in result.apply:
             self.apply(dict(thing))
         for kind, name in result.delete:

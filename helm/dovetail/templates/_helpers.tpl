@@ -109,11 +109,15 @@ affinity:
 {{- if $values.limited }}
 {{- $rules := $values.more | default list }}
 {{- if $values.dns }}
-{{- $dns := list }}
+{{- $key := "kubernetes.io/metadata.name" }}
+{{- $coreDNS := dict "namespaceSelector" (dict "matchLabels" (dict $key "kube-system")) "podSelector" (dict "matchLabels" (dict "k8s-app" "kube-dns")) }}
+{{- $openShift := dict "namespaceSelector" (dict "matchLabels" (dict $key "openshift-dns")) }}
+{{- $nodeLocal := dict "ipBlock" (dict "cidr" "169.254.20.10/32") }}
+{{- $ports := list }}
 {{- range list 53 5353 }}
-{{- $dns = concat $dns (list (dict "port" . "protocol" "UDP") (dict "port" . "protocol" "TCP")) }}
+{{- $ports = concat $ports (list (dict "port" . "protocol" "UDP") (dict "port" . "protocol" "TCP")) }}
 {{- end }}
-{{- $rules = prepend $rules (dict "ports" $dns) }}
+{{- $rules = prepend $rules (dict "to" ($values.nameServers | default (list $coreDNS $openShift $nodeLocal)) "ports" $ports) }}
 {{- end }}
 {{- with $values.hub }}
 {{- $rules = append $rules (dict "to" . "ports" (list (dict "port" 443 "protocol" "TCP"))) }}

@@ -13,6 +13,12 @@ MANAGER = "dovetail.dev/operator"  # the default of spec.managedBy
 TOKEN_KEY = "token"  # in the token's Secret
 ITERATIONS_KEY = "iterations.json"  # in the history's ConfigMap
 
+INSTANCE_LABEL = "app.kubernetes.io/instance"
+# Argo CD and Flux keep an object with these annotations when their source does not have it.
+NEVER_PRUNED = {
+    "argocd.argoproj.io/sync-options": "Prune=false,Delete=false",
+    "kustomize.toolkit.fluxcd.io/prune": "disabled",
+}
 JOB_LABEL = "dovetail.dev/job"
 UID_LABEL = "dovetail.dev/job-uid"
 GROUP_LABEL = "dovetail.dev/group"
@@ -122,7 +128,7 @@ def labels(job: str, uid: str, component: str) -> dict[str, str]:
     """Labels of a child. The uid distinguishes it from the children of an earlier job with the same name."""
     return {
         "app.kubernetes.io/name": "dovetail",
-        "app.kubernetes.io/instance": job,
+        INSTANCE_LABEL: job,
         "app.kubernetes.io/component": component,
         "app.kubernetes.io/managed-by": FIELD_MANAGER,
         JOB_LABEL: job,

@@ -8,13 +8,12 @@ from typing import Any
 
 from dovetail.kube.names import (
     CONTROLLER_UID_LABEL,
-    FIELD_MANAGER,
     GROUP_LABEL,
     JOB_LABEL,
     ROLE_LABEL,
     UID_LABEL,
 )
-from dovetail.kube.resources import JOB
+from dovetail.kube.resources import JOB, POD
 from dovetail.manifest.describe.crd import GROUP
 from dovetail.manifest.types import KIND
 
@@ -40,14 +39,18 @@ def labelled_for(thing: Mapping[str, Any], uid: str) -> bool:
 def kept_for(thing: Mapping[str, Any], job: str) -> bool:
     """Whether no object controls this one and its labels say that it was kept for a job with this name."""
     labels = thing["metadata"].get("labels") or {}
-    ours = labels.get(JOB_LABEL) == job and labels.get("app.kubernetes.io/managed-by") == FIELD_MANAGER
-    return ours and not controller(thing)
+    return labels.get(JOB_LABEL) == job and UID_LABEL in labels and not controller(thing)
 
 
 def left_by(thing: Mapping[str, Any], job: str, uid: str) -> bool:
-    """Whether an earlier RLHFJob of this name controls the object. The garbage collector will delete it."""
-    owner = controller(thing)
-    return owner.get("uid") != uid and owner.get("name") == job and _is_job(owner)
+    """Whether an earlier RLHFJob of this name controls the object, or pods of that job alone own it. The garbage
+    collector will delete it."""
+    owner, labels = controller(thing), thing["metadata"].get("labels") or {}
+    if owner:
+        return owner.get("uid") != uid and owner.get("name") == job and _is_job(owner)
+    owners = thing["metadata"].get("ownerReferences") or ()
+    of_pods = bool(owners) and all(each.get("kind") == POD.kind for each in owners)
+    return of_pods and labels.get(JOB_LABEL) == job and labels.get(UID_LABEL) != uid
 
 
 def pod_of(pod: Mapping[str, Any], job: str, uid: str) -> bool:

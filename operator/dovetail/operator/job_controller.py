@@ -77,7 +77,8 @@ PROCESS_SECONDS = 300.0
 # A role lets the status API read the token, so the operator must have made the token before. A binding is refused
 # before its role exists. Pods come last.
 LATER = {ROLE.kind: 1, ROLE_BINDING.kind: 2, JOBSET.kind: 3, JOB.kind: 3}
-MANAGED = f"app.kubernetes.io/managed-by={names.FIELD_MANAGER}"
+# Only the operator sets this label. Templates, webhooks and other tools write those of app.kubernetes.io.
+OF_JOBS = names.UID_LABEL
 
 
 class Controller:
@@ -144,7 +145,7 @@ class Controller:
                 for resource in self._kinds:
                     listed.append(first := asyncio.Event())
                     told = partial(self._listed, resource, first)
-                    group.create_task(follow(self._client, resource, namespace, MANAGED, self, told))
+                    group.create_task(follow(self._client, resource, namespace, OF_JOBS, self, told))
             for first in listed:
                 await first.wait()
             await self.look_at_all()
@@ -513,7 +514,7 @@ class Controller:
         gone = self.store.uids(resource.kind, namespace)
         version: str | None = ""
         try:
-            async for page in self._client.pages(resource, namespace, "" if resource is RLHFJOB else MANAGED):
+            async for page in self._client.pages(resource, namespace, "" if resource is RLHFJOB else OF_JOBS):
                 version = page.version
                 for item in page.items:
                     await self.observe(item, deleted=False)

@@ -28,12 +28,31 @@ from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import read_job
 from dovetail.operator.reconcile.history import JobHistory
 from dovetail.operator.reconcile.reconcile import AGAIN_SECONDS, PlanRefused
+from dovetail.operator.render.context import RenderContext
+from dovetail.operator.render.objects import jobset, supporting_objects, surplus_jobs
 from dovetail.operator.status_rate import STATUS_SECONDS, StatusRate
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.process.process_names import COORDINATOR
 from helpers.fake_cluster import START, controlled, manifest
 
 KEY = ("default", "demo")
+
+
+def jobs_objects():
+    """What a job has in a cluster, as lists have it: the rendered objects, and a pod of each template."""
+    job = read_job(manifest())
+    context = RenderContext(job, "uid-1", make_plan(job.spec), OperatorSettings())
+    things = [*supporting_objects(context), made := jobset(context), *surplus_jobs(context)]
+    for part in made["spec"]["replicatedJobs"]:
+        metadata = part["template"]["spec"]["template"]["metadata"] | {"name": part["name"], "namespace": "default"}
+        things.append({"kind": "Pod", "metadata": metadata})
+    return [
+        thing | {"metadata": thing["metadata"] | {"uid": f"uid-{n}", "resourceVersion": "1"}}
+        for n, thing in enumerate(things)
+    ]
+
+
+JOBS_OBJECTS = jobs_objects()
 
 
 class Planner:
@@ -613,13 +632,37 @@ def test_what_a_reply_told_is_no_news():
 def test_an_odd_object_of_a_tenant_stops_nobody_elses_jobs(template):
     """JobSet's schema takes the first. It has our labels, and so the operator sees it."""
     controller, client = a_controller()
-    labels = {"app.kubernetes.io/managed-by": "dovetail-operator", "dovetail.dev/job": "odd"}
+    labels = {"dovetail.dev/job-uid": "none", "dovetail.dev/job": "odd"}
     metadata = {"name": "odd", "namespace": "default", "uid": "u", "resourceVersion": "9", "labels": labels}
     odd = {"kind": "JobSet", "metadata": metadata, "spec": {"replicatedJobs": [{"name": "a", "template": template}]}}
     asyncio.run(controller.observe(odd, deleted=False))
     asyncio.run(controller.process(KEY))
     assert ("create", "JobSet") in client.calls
     asyncio.run(controller.observe(odd, deleted=True))
+
+
+RECOMMENDED = ("name", "instance", "version", "component", "part-of", "managed-by")
+
+
+@pytest.mark.parametrize("name", RECOMMENDED)
+@pytest.mark.parametrize("value", [None, "team"])
+def test_labels_that_templates_and_webhooks_write_hide_nothing(name, value):
+    """A webhook may write any of the recommended labels on any object, or remove it."""
+    controller, client = a_controller()
+    things = [dict(thing) for thing in JOBS_OBJECTS]
+    for thing in things:
+        labels = thing["metadata"]["labels"] | {f"app.kubernetes.io/{name}": value}
+        thing["metadata"] = thing["metadata"] | {"labels": {key: v for key, v in labels.items() if v is not None}}
+
+    async def pages(resource, namespace, selector="", fields="", size=0):
+        assert not re.search("[=,!]", selector), "the key of a label that must be there"
+        mine = [thing for thing in things if thing["kind"] == resource.kind]
+        yield Page([thing for thing in mine if not selector or selector in thing["metadata"]["labels"]], "7")
+
+    client.pages = pages
+    asyncio.run(controller.resync())
+    names_there = {(thing["kind"], thing["metadata"]["name"]) for thing in things}
+    assert set(controller.store.children(KEY).objects) == names_there
 
 
 def test_what_a_list_lacks_is_gone():

@@ -22,7 +22,8 @@ class Watched:
         cluster.settle()
         self.document, self.objects = cluster.document, copy.deepcopy(cluster.objects)
         for (kind, _), thing in self.objects.items():
-            thing["metadata"] |= {"uid": f"{kind}-uid", "resourceVersion": "1", "generation": 1}
+            uid = thing["metadata"]["uid"] if kind == "Pod" else f"{kind}-uid"
+            thing["metadata"] |= {"uid": uid, "resourceVersion": "1", "generation": 1}
         job = read_job(self.document)
         self.planned = job, make_plan(job.spec)
         self.settings, self.drift = OperatorSettings(), Drift()

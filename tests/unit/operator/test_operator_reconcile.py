@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 
 from dovetail.kube import names
+from dovetail.kube.owners import left_by
 from dovetail.operator.reconcile import progress
 from dovetail.operator.reconcile.progress import judged
 from dovetail.operator.reconcile.reconcile import PlanRefused, reconcile
@@ -344,6 +345,30 @@ def test_what_has_no_effect_yet_is_said():
 
 
 # ---------------------------------------------------------------- the end
+
+
+def test_the_network_policy_outlives_the_job_until_its_pods_have_ended():
+    """Pods live as long as their template's grace period when their job is deleted. They also own the policy, and the
+    garbage collector deletes it with the last of its owners."""
+    cluster = running()
+    policy = cluster.objects["NetworkPolicy", "demo"]["metadata"]
+
+    def owners():
+        return {owner["uid"] for owner in policy["ownerReferences"] if owner["kind"] == "Pod"}
+
+    pods = {pod["metadata"]["uid"] for pod in cluster.pods()}
+    assert len(pods) == 4
+    assert owners() == pods
+    assert [owner["kind"] for owner in policy["ownerReferences"] if owner.get("controller")] == ["RLHFJob"]
+    cluster.end(cluster.pod("rollout"), 1)
+    cluster.settle()
+    policy = cluster.objects["NetworkPolicy", "demo"]["metadata"]
+    assert len(owners() - pods) == 1, "the next pod, too"
+    # The garbage collector has removed the owner that is gone. A new job of that name waits, and takes nothing over.
+    left = {"metadata": policy | {"ownerReferences": [o for o in policy["ownerReferences"] if o["kind"] == "Pod"]}}
+    assert left_by(left, "demo", "of-the-next")
+    assert not left_by(left, "demo", cluster.document["metadata"]["uid"])
+    assert not left_by(left, "other", "of-the-next")
 
 
 def test_nothing_is_made_after_the_end():

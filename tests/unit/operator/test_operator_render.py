@@ -59,6 +59,8 @@ def test_every_child_but_a_kept_claim_is_owned_and_labelled():
     claim = next(thing for thing in supporting_objects(a_context()) if thing["kind"] == "PersistentVolumeClaim")
     assert "ownerReferences" not in claim["metadata"]
     assert claim["metadata"]["labels"][names.UID_LABEL] == make_objects.UID
+    assert "app.kubernetes.io/instance" not in claim["metadata"]["labels"], "Argo CD would prune it"
+    assert claim["metadata"]["annotations"].items() >= names.NEVER_PRUNED.items()
     context = a_context(storage={"retain": "Delete"})
     for child in [*supporting_objects(context), jobset(context), *surplus_jobs(context)]:
         (owner,) = child["metadata"]["ownerReferences"]

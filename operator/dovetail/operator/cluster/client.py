@@ -146,14 +146,16 @@ class Client:
                 raise
 
     async def release(self, kind: str, thing: Mapping[str, Any]) -> Object:
-        """Remove the owner references of the object as it was read, so that it is not deleted with its owner. The API
-        server answers 422 if they have changed since."""
+        """Make the object outlive its owner: remove its owner references, and the label by which a GitOps tool could
+        take it for its own. The API server answers 422 if it has changed since it was read."""
         metadata = thing["metadata"]
-        patch = [
-            {"op": "test", "path": "/metadata/uid", "value": metadata["uid"]},
-            {"op": "test", "path": "/metadata/ownerReferences", "value": metadata["ownerReferences"]},
-            {"op": "remove", "path": "/metadata/ownerReferences"},
-        ]
+        patch = [{"op": "test", "path": "/metadata/resourceVersion", "value": metadata["resourceVersion"]}]
+        if metadata.get("ownerReferences"):
+            patch.append({"op": "remove", "path": "/metadata/ownerReferences"})
+        if names.INSTANCE_LABEL in (metadata.get("labels") or {}):
+            patch.append({"op": "remove", "path": f"/metadata/labels/{names.INSTANCE_LABEL.replace('/', '~1')}"})
+        kept = (metadata.get("annotations") or {}) | names.NEVER_PRUNED
+        patch.append({"op": "add", "path": "/metadata/annotations", "value": kept})
         path = self._kinds[kind].path(metadata["namespace"], metadata["name"])
         return await self._call("PATCH", path, {"fieldManager": _MANAGER}, patch, JSON_PATCH)
 

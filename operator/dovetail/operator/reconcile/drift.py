@@ -13,10 +13,11 @@ from uuid import uuid4
 from dovetail.kube.resources import (
     CONFIG_MAP,
     DISRUPTION_BUDGET,
+    NETWORK_POLICY,
 )
 from dovetail.manifest.types import RLHFJob
 from dovetail.operator.operator_settings import OperatorSettings
-from dovetail.operator.reconcile.children import Children
+from dovetail.operator.reconcile.children import Children, Object, live
 from dovetail.operator.render.context import RenderContext, digest
 from dovetail.operator.render.objects import SUPPORTING
 from dovetail.protocol.plan import Plan
@@ -28,7 +29,8 @@ REMEMBERED = 10_000
 @dataclass(frozen=True)
 class Look:
     """The inputs of one comparison. Job, plan and settings are compared by identity. This keeps neither job nor plan in
-    memory, because they may take megabytes. `versions` has the versions of the existing objects by kind."""
+    memory, because they may take megabytes. `pods` has the uids of the pods that protect the NetworkPolicy. `versions`
+    has the versions of the existing objects by kind."""
 
     uid: str
     job: weakref.ref[RLHFJob]
@@ -38,6 +40,7 @@ class Look:
     sizes: Mapping[str, int]
     started: bool
     running: bool
+    pods: frozenset[str]
     versions: Mapping[str, int]
 
     def same(self, other: Look) -> bool:
@@ -46,6 +49,7 @@ class Look:
             and self.sizes == other.sizes
             and self.started == other.started
             and self.running == other.running
+            and self.pods == other.pods
             and self.versions == other.versions
         )
 
@@ -99,6 +103,8 @@ class Drift:
             kinds -= {CONFIG_MAP.kind}  # that of a running job is never changed
         if before.sizes != look.sizes:
             kinds -= {DISRUPTION_BUDGET.kind}
+        if before.pods != look.pods:
+            kinds -= {NETWORK_POLICY.kind}
         return {kind for kind in kinds if kind in look.versions and before.versions.get(kind) == look.versions[kind]}
 
     def found(self, look: Look, fine: Iterable[str], all_fine: bool) -> None:
@@ -109,9 +115,9 @@ class Drift:
         self._seen[look.uid] = look, frozenset(fine), all_fine
 
 
-def look_at(context: RenderContext, children: Children, started: bool, running: bool) -> Look:
-    """The inputs of the comparison now. `started` says that the job has a JobSet, and `running` that at least one of
-    its pods runs."""
+def look_at(context: RenderContext, children: Children, started: bool, pods: Iterable[Object]) -> Look:
+    """The inputs of the comparison now. `started` says that the job has a JobSet. `pods` has those that nodes run."""
+    pods = list(pods)
     versions: dict[str, int] = {}
     for (kind, name), thing in sorted(children.objects.items(), key=lambda item: item[0]):
         if kind in KINDS:
@@ -129,6 +135,7 @@ def look_at(context: RenderContext, children: Children, started: bool, running: 
         room=context.room,
         sizes=context.sizes,
         started=started,
-        running=running,
+        running=any(pod["status"].get("phase") == "Running" for pod in live(pods)),
+        pods=frozenset(str(pod["metadata"]["uid"]) for pod in pods),
         versions=versions,
     )

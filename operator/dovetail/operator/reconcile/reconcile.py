@@ -13,7 +13,7 @@ from typing import Any
 
 from dovetail.kube import names
 from dovetail.kube.owners import controlled_by
-from dovetail.kube.resources import CONFIG_MAP, JOB, JOBSET, POD, VOLUME_CLAIM
+from dovetail.kube.resources import CONFIG_MAP, JOB, JOBSET, NETWORK_POLICY, POD, VOLUME_CLAIM
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.status import GroupStatus, RLHFJobStatus
 from dovetail.manifest.types import RLHFJob, Role
@@ -41,7 +41,14 @@ from dovetail.operator.reconcile.drift import Drift, look_at
 from dovetail.operator.reconcile.plans import publish
 from dovetail.operator.reconcile.replan import Outlook
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.objects import WITH_PODS, jobset, pods_changed, supporting_objects, surplus_jobs
+from dovetail.operator.render.objects import (
+    WITH_PODS,
+    jobset,
+    pods_changed,
+    supporting_objects,
+    surplus_jobs,
+    while_pods_live,
+)
 from dovetail.protocol.plan import Plan
 
 AGAIN_SECONDS = 2.0  # the time until the next look at changes without an event
@@ -132,15 +139,16 @@ def reconcile(seen: Seen, now: datetime) -> Reconciled:
 
 
 def _released(seen: Seen) -> list[Ref]:
-    """The claim that must outlive the job but is still owned by it. An earlier release made it, or the manifest said so
-    before."""
+    """The claim that must outlive the job but is still owned by it, or has a label by which it could be pruned. An
+    earlier release made it, or the manifest said so before."""
     name = names.volume_claim(str(seen.document["metadata"]["name"]))
     claim = seen.children.get(VOLUME_CLAIM.kind, name)
     storage = (seen.document.get("spec") or {}).get("storage") or {}
     if claim is None or deleting(claim) or storage.get("retain", "Keep") != "Keep":
         return []
     uid = str(seen.document["metadata"]["uid"])
-    return [(VOLUME_CLAIM.kind, name)] if controlled_by(claim, uid) else []
+    found = controlled_by(claim, uid) or names.INSTANCE_LABEL in (claim["metadata"].get("labels") or {})
+    return [(VOLUME_CLAIM.kind, name)] if found else []
 
 
 def _reconcile(seen: Seen, now: datetime) -> Reconciled:
@@ -413,15 +421,17 @@ class _Reconciler:
         is the plan of a job that has started. Objects that concern pods are made with the first pod that runs. Before
         that, each new pod would change them again."""
         found: list[Object] = []
-        running = any(p.get("status", {}).get("phase") == "Running" for p in live(self._pods))
-        look = look_at(self._context, self._children, started := self._jobset is not None, running)
+        pods = [p for p in self._children.of(POD.kind) if p.get("status", {}).get("phase") in ("Running", "Unknown")]
+        look = look_at(self._context, self._children, started := self._jobset is not None, pods)
         if (fine := self._seen.drift.fine(look)) is None:
             return found
         for thing in supporting_objects(self._context, but=fine):
-            there = self._children.get(kind := thing["kind"], thing["metadata"]["name"])
+            if (kind := thing["kind"]) == NETWORK_POLICY.kind:
+                thing = while_pods_live(thing, pods)
+            there = self._children.get(kind, thing["metadata"]["name"])
             fixed = kind == VOLUME_CLAIM.kind or (kind == CONFIG_MAP.kind and started)
             if there is None:
-                found += [thing] if running or kind not in WITH_PODS else []
+                found += [thing] if look.running or kind not in WITH_PODS else []
             elif not fixed and not matches(thing, there) and not self._seen.drift.settled(thing, there):
                 found.append(thing)
             else:

@@ -3,13 +3,15 @@ is made apart from the others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from dovetail.kube import names
 from dovetail.kube.resources import (
     CONFIG_MAP,
     DISRUPTION_BUDGET,
     NETWORK_POLICY,
+    POD,
     POD_GROUP,
     ROLE,
     ROLE_BINDING,
@@ -39,6 +41,7 @@ __all__ = [
     "secret",
     "supporting_objects",
     "surplus_jobs",
+    "while_pods_live",
 ]
 
 
@@ -138,6 +141,15 @@ def network_policy(context: RenderContext) -> Object:
         egress = [{"to": [{"podSelector": mine}]}, *context.settings.egress]
         spec |= {"policyTypes": ["Ingress", "Egress"], "egress": egress}
     return {**NETWORK_POLICY.type_meta, "metadata": context.metadata(context.name, "network"), "spec": spec}
+
+
+def while_pods_live(policy: Object, pods: Sequence[Mapping[str, Any]]) -> Object:
+    """The NetworkPolicy with these pods as owners, beside the job. The garbage collector deletes an object when all its
+    owners are gone, so pods that end slowly stay in the policy when their job has been deleted."""
+    metadata = policy["metadata"]
+    found = sorted((str(pod["metadata"]["uid"]), str(pod["metadata"]["name"])) for pod in pods)
+    owners = [{**POD.type_meta, "name": name, "uid": uid} for uid, name in found]
+    return policy | {"metadata": metadata | {"ownerReferences": [*metadata["ownerReferences"], *owners]}}
 
 
 def metrics_ports(context: RenderContext) -> list[Object]:

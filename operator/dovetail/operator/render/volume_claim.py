@@ -32,9 +32,11 @@ def volume_claim(context: RenderContext) -> Object | None:
 
 
 def claim_metadata(context: RenderContext) -> Object:
-    """Labels that name the job, and the job's folder."""
+    """Labels that name the job, and the job's folder. A claim that is kept has no owner. A GitOps tool that finds what
+    it made by the label `app.kubernetes.io/instance` would delete it, with the models on it."""
     metadata = context.metadata(names.volume_claim(context.name), "files")
-    metadata["annotations"] = {names.FOLDER: names.folder(context.job, context.uid)}
+    del metadata["labels"][names.INSTANCE_LABEL]
+    metadata["annotations"] = {names.FOLDER: names.folder(context.job, context.uid)} | names.NEVER_PRUNED
     if context.job.spec.storage.retain == "Keep":
         del metadata["ownerReferences"]
     return metadata
