@@ -26,7 +26,7 @@ MODULES = {
         import os, signal, subprocess, sys, time
         def main(argv=None):
             stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-            stubborn += "print('up', flush=True); time.sleep(600)"
+            stubborn += "print('up', flush=True); time.sleep(3600)"
             pids = []
             for new in (False, True):
                 command = [sys.executable, "-c", stubborn]
@@ -36,7 +36,7 @@ MODULES = {
             tmp = os.environ["PIDS"] + ".tmp"
             open(tmp, "w").write(" ".join(map(str, [os.getpid(), *pids])))
             os.rename(tmp, os.environ["PIDS"])
-            time.sleep(600)
+            time.sleep(3600)
         """,
     "dv_once": """
         import os, sys
@@ -98,7 +98,7 @@ def spec(folder: Path, name: str, module: str, **env: object) -> ProcessSpec:
     return ProcessSpec(name, module, dict(full), folder / f"{name}.log")
 
 
-def until(condition, seconds=180.0, what="condition"):
+def until(condition, seconds=900.0, what="condition"):
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"timed out waiting for {what}"
@@ -106,7 +106,7 @@ def until(condition, seconds=180.0, what="condition"):
     return value
 
 
-def events_until(spawner, wanted, seconds=180.0):
+def events_until(spawner, wanted, seconds=900.0):
     found = []
 
     def look():
@@ -133,11 +133,11 @@ def family(folder: Path) -> list[int]:
     return pids
 
 
-def gone(pids: list[int], seconds: float = 60.0) -> None:
+def gone(pids: list[int], seconds: float = 240.0) -> None:
     until(lambda: not any(alive(p) for p in pids), seconds, f"the end of {pids}")
 
 
-def run_to_end(supervisor: Supervisor, seconds: float = 240.0):
+def run_to_end(supervisor: Supervisor, seconds: float = 900.0):
     supervisor.start()
     deadline = time.monotonic() + seconds
     try:
@@ -194,7 +194,7 @@ def test_kill_9_of_the_launcher_ends_all(folder):
         for i, s in enumerate(spawners):
             mine = env | {{"PIDS": str(folder / f"pids{{i}}")}}
             s.spawn(ProcessSpec(f"p{{i}}", "dv_family", mine, folder / f"p{{i}}.log"))
-        time.sleep(600)
+        time.sleep(3600)
         """
     )
     env = os.environ | {"PYTHONPATH": str(folder)}

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 PROGRAM = """
 import os, subprocess, sys, time
 def main(argv=None):
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
     child = subprocess.Popen([sys.executable, "-c", stubborn])
     name, folder = os.environ["DOVETAIL_NAME"], os.environ["DOVETAIL_RUN_DIR"]
     with open(os.path.join(folder, "pids-" + name), "a") as file:
@@ -114,12 +114,12 @@ class Run:
     def summary(self) -> dict[str, Any]:
         return json.loads((self.dir / "summary.json").read_text())
 
-    def end(self, seconds: float = 240.0) -> tuple[int, str]:
+    def end(self, seconds: float = 900.0) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, output
 
 
-def until(condition, what: str, seconds: float = 240.0) -> None:
+def until(condition, what: str, seconds: float = 900.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"timed out waiting for {what}"
@@ -133,7 +133,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def all_gone(pids: list[int], seconds: float = 60.0) -> None:
+def all_gone(pids: list[int], seconds: float = 240.0) -> None:
     assert pids
     until(lambda: not any(map(alive, pids)), f"the end of {[p for p in pids if alive(p)]}", seconds)
 
@@ -276,7 +276,7 @@ def test_two_runs_do_not_share_a_directory(run):
         env=env,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         check=False,
     )
     assert result.returncode == 2

@@ -60,7 +60,7 @@ def job(**spec: Any) -> RLHFJob:
             "criticOptimizer": fast,
             "oldLogProbs": "Recompute",
         },
-        "failurePolicy": {"peerTimeoutSeconds": 30},
+        "failurePolicy": {"peerTimeoutSeconds": 120},
     }
     for name, value in spec.items():
         fields[name] = {**fields[name], **value} if isinstance(fields.get(name), dict) else value
@@ -82,7 +82,7 @@ class TrainerRanks:
         folder: Path,
         job: RLHFJob,
         layouts: dict[str, Parallelism],
-        patience: float = 60.0,
+        patience: float = 900.0,
         environment: dict[str, str] | None = None,
     ) -> None:
         self._environment = environment or {}
