@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +19,7 @@ from dovetail.kube.resources import CONFIG_MAP, JOBSET
 from dovetail.manifest.checks.name_rules import check_name
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.documents import ManifestError, parse
+from dovetail.manifest.field_policy import at_path
 from dovetail.manifest.resolve import resolve, with_lag
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.operator.cluster.object_cache import TOO_LARGE, Key, values_of
@@ -147,6 +149,16 @@ class _Read:
         return self.plan
 
 
+def _of_begun(refused: PlanRefused) -> PlanRefused:
+    """The refusal of a job that has begun. It says which fields that its sentence names cannot change any more."""
+    named = dict.fromkeys(re.findall(r"spec\.([\w.\[\]]*\w)", refused.message))
+    fixed = [f"spec.{path}" for path in named if not at_path(RLHFJobSpec, path).resumed]
+    if not fixed:
+        return refused
+    kept = f"the job has begun, so {' and '.join(fixed)} cannot change any more; only a new job can have another value"
+    return replace(refused, message=f"{refused.message} ({kept})")
+
+
 def _size(answer: Plan | PlanRefused) -> int:
     return len(answer.message) if isinstance(answer, PlanRefused) else len(answer.model_dump_json())
 
@@ -227,14 +239,17 @@ class Planner:
         if made is not None and plan is not None and (started or read.planned_so(made)):
             return job, plan
         asked = job
-        if plan is not None and (document.get("status") or {}).get("stage"):
+        begun = plan is not None and bool((document.get("status") or {}).get("stage"))
+        if plan is not None and begun:
             # Its samples are drawn by this lag. Auto could choose another one for other pods.
             asked = job.model_copy(update={"spec": with_lag(job.spec, plan.lag)})
             wanted = spec_hash(asked)
         if errors := self._problems(job.spec):
             return PlanRefused(reasons.INVALID_SPEC, " ".join(errors))
         found = self._answer(wanted) or await self._new(asked, wanted)
-        return found if isinstance(found, PlanRefused) else (job, found)
+        if isinstance(found, PlanRefused):
+            return _of_begun(found) if begun else found
+        return job, found
 
     def _answer(self, wanted: str) -> Plan | PlanRefused | None:
         """The known answer for the spec with this hash. A failure of the planner counts for some time."""

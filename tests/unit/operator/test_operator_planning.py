@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 
+from dovetail.kube import names
 from dovetail.operator import plan_worker
 from dovetail.operator.job_controller import Controller
 from dovetail.operator.operator_metrics import OperatorMetrics
@@ -278,6 +279,31 @@ def test_a_plan_that_no_config_map_holds_is_refused():
     assert re.fullmatch(
         "the plan has 19.. KiB, and a ConfigMap holds 1024 KiB; give spec.groups fewer replicas", refused.message
     )
+
+
+def lacks_memory(spec):
+    raise PlanError("the actor needs 90 GiB; set spec.plan.zero3 to Auto, or change spec.groups[0].gpu.product")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_job_that_has_begun_is_told_which_advice_it_cannot_take(begun):
+    document = a_job(1)
+    made = {"plan.json": make_plan(read_job(document).spec).model_dump_json(), "job.json": "of an earlier spec"}
+    ref = ("ConfigMap", names.plan_config_map("demo"))
+    document["status"] = {"stage": "ppo"} if begun else {}
+
+    async def test():
+        planner = Planner(SECONDS, lacks_memory)
+        try:
+            return await planner.planned(document, Children({ref: {"data": made}}))
+        finally:
+            await planner.close()
+
+    refused = run(test())
+    assert refused.reason == "PlanInfeasible"
+    kept = "the job has begun, so spec.plan.zero3 cannot change any more; only a new job can have another value"
+    assert (kept in refused.message) == begun
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
