@@ -166,7 +166,7 @@ class _Batches:
     def __init__(self, batch: bytes) -> None:
         self._batch = batch
 
-    def batch(self, key: str) -> bytes:
+    def batch(self, key: str, part: Any = None) -> bytes:
         return self._batch
 
 

@@ -94,7 +94,7 @@ class _Batches:
     def __init__(self, data: bytes) -> None:
         self._data = data
 
-    def batch(self, key: str) -> bytes:
+    def batch(self, key: str, part: Any = None) -> bytes:
         return self._data
 
 

@@ -9,16 +9,30 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import numpy as np
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.workers.trainer_group import TrainerGroup, TrainerPosition
 from dovetail.protocol.messages import Command, CommandResult, Offer, Register
+from dovetail.protocol.wire import pack, row_lengths, unpack
 from helpers.free_ports import free_port
 
 T = TypeVar("T")
 TOKEN = "a-test-token"
+
+
+def as_stored(batch: bytes) -> bytes:
+    """A batch of `ppo_batch` as a coordinator stores it: without columns that no row uses, and 0 after a row's end."""
+    arrays = unpack(batch)
+    for name in arrays:
+        lengths = row_lengths(name, arrays)
+        if lengths is not None:
+            table = arrays[name][:, : lengths.max()]
+            inside = np.arange(table.shape[1])[None, :] < lengths[:, None]
+            arrays[name] = np.where(inside, table, np.zeros(1, table.dtype))
+    return pack(arrays)
 
 
 class FakeCoordinator:
@@ -130,7 +144,7 @@ class FakeCoordinator:
     async def batch(self, key: str) -> bytes:
         found = self.batches[key]
         self.asked.append(key)
-        return found
+        return as_stored(found) if key.startswith("ppo") else found
 
     def status(self) -> dict[str, Any]:
         return {}

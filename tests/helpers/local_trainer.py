@@ -5,12 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from dovetail.manifest.types import RLHFJob, Stage
-from dovetail.protocol.messages import Action, Command, CommandResult, Step
+from dovetail.protocol.messages import Action, BatchPart, Command, CommandResult, Step
+from dovetail.protocol.wire import Document
 from dovetail.trainer.command_runner import CommandRunner
 from dovetail.trainer.communication.groups import Groups
 from dovetail.trainer.rank.coordinator_client import RankProcess, Refused
 from helpers.free_ports import free_port
 from helpers.trainer_ranks import layouts
+
+
+def sent(batch: bytes, part: BatchPart) -> bytes:
+    """What the coordinator's route answers."""
+    document = Document(batch)
+    head, ranges = document.part(part)
+    return head + document.read(ranges)
 
 
 class _Batches:
@@ -19,10 +27,10 @@ class _Batches:
     def __init__(self) -> None:
         self.batches: dict[str, bytes] = {}
 
-    def batch(self, key: str) -> bytes:
+    def batch(self, key: str, part: BatchPart | None = None) -> bytes:
         if key not in self.batches:
             raise Refused(f"HTTP 404 from /v1/batches/{key}: no batch {key}")
-        return self.batches[key]
+        return self.batches[key] if part is None else sent(self.batches[key], part)
 
 
 class LocalTrainer:

@@ -3,7 +3,7 @@ advantage functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dovetail.manifest.types import PPO
-from dovetail.protocol.wire import Arrays
 
 FloatArray = NDArray[np.float32]
 LOG_RATIO_LIMIT = 20.0
 WHITEN_EPS = 1e-8
+KL_ROWS = 64  # samples whose KL is computed together
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Experience:
     iteration: int
     prompts: list[str]
     responses: list[str]
-    arrays: Arrays
+    arrays: MutableMapping[str, NDArray[np.generic]]
     fields: list[dict[str, object]] = field(default_factory=list)
     config: PPO = field(default_factory=PPO)
     kl_coef: float = 0.0
@@ -180,15 +180,19 @@ def advantages_of(
     return advantages, returns
 
 
-def kl_per_sample(arrays: Arrays) -> FloatArray | None:
+def kl_per_sample(arrays: Mapping[str, NDArray[np.generic]]) -> FloatArray | None:
     """The sum over response tokens of rollout_logprobs - ref_logprobs, (N,) float32. None without a reference."""
     if "ref_logprobs" not in arrays:
         return None
     lengths = arrays["response_lengths"].astype(np.int32)
-    logprobs = arrays["rollout_logprobs"].astype(np.float32)
-    mask = np.arange(logprobs.shape[1])[None, :] < lengths[:, None]
-    difference = np.where(mask, logprobs - arrays["ref_logprobs"].astype(np.float32), 0.0)
-    return np.asarray(difference.sum(axis=1), np.float32)
+    logprobs, reference = arrays["rollout_logprobs"], arrays["ref_logprobs"]
+    found = np.zeros(len(lengths), np.float32)
+    for start in range(0, len(lengths), KL_ROWS):
+        rows = slice(start, start + KL_ROWS)
+        mask = np.arange(logprobs.shape[1])[None, :] < lengths[rows, None]
+        difference = logprobs[rows].astype(np.float32) - reference[rows].astype(np.float32)
+        found[rows] = np.where(mask, difference, 0.0).sum(axis=1)
+    return found
 
 
 def _whitened(x: FloatArray, mask: NDArray[np.bool_]) -> FloatArray:

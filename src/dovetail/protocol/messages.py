@@ -124,6 +124,15 @@ class Load(Message):
     )
 
 
+class BatchPart(Message):
+    """POST /v1/batches/{batch}: the part of a batch that a rank needs. Of the arrays without padding, those in `some`
+    come with these rows only, those in `whole` completely, and others not at all. All other arrays are always there."""
+
+    rows: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    some: list[str] = Field(default_factory=list)
+    whole: list[str] = Field(default_factory=list)
+
+
 class Step(Message):
     """One optimizer step of SFT or reward training, or one PPO iteration's training (epochs x mini-batches)."""
 

@@ -305,7 +305,7 @@ def iterations(place: Place, pp: int = 1, dp: int = 1) -> list[dict[str, int]]:
     layouts = {name: Parallelism(pp=pp, dp=dp) for name in ("actor", "critic")}
     groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, DEADLINE)
     spec = job(plan={"sharding": "Always"}, trainer={"compile": "Never"}).spec
-    client: Any = SimpleNamespace(batch=lambda _: ppo_batch(1))
+    client: Any = SimpleNamespace(batch=lambda *_: ppo_batch(1))
     choose_algorithms(spec.trainer.deterministic)
     runner = CommandRunner(
         RankProcess("trainer", client, lambda event, **fields: print(event, fields)), spec, groups, {}
@@ -331,7 +331,7 @@ def versions(place: Place) -> dict[str, Any]:
     layouts = {name: Parallelism() for name in ("actor", "critic")}
     groups = Groups.form("127.0.0.1", place.port, 0, 1, layouts, DEADLINE)
     spec = job(trainer={"compile": "Never"}).spec
-    client: Any = SimpleNamespace(batch=lambda _: ppo_batch(1))
+    client: Any = SimpleNamespace(batch=lambda *_: ppo_batch(1))
     runner = CommandRunner(
         RankProcess("trainer", client, lambda event, **fields: print(event, fields)), spec, groups, {}
     )
@@ -374,7 +374,7 @@ def gpu_fails(place: Place, during: str) -> dict[str, Any]:
     layouts = {name: Parallelism() for name in ("actor", "critic")}
     groups = Groups.form("127.0.0.1", place.port, 0, 1, layouts, DEADLINE)
     spec = job(trainer={"compile": "Never"}).spec
-    client: Any = SimpleNamespace(batch=lambda _: ppo_batch(1))
+    client: Any = SimpleNamespace(batch=lambda *_: ppo_batch(1))
     runner = CommandRunner(
         RankProcess("trainer", client, lambda event, **fields: print(event, fields)), spec, groups, {}
     )

@@ -11,14 +11,18 @@ import pytest
 from dovetail.coordinator.store.experience_files import routed_experts
 from dovetail.coordinator.store.experts import UNKNOWN, rows_of, whole
 from dovetail.coordinator.store.samples import Sample
+from dovetail.protocol.wire import padded
 from helpers.fake_vllm import encoded, experts_at
 from helpers.generation_job import Job, play, until
 
 
 def in_batch(job: Job) -> tuple[list[Sample], np.ndarray]:
     samples = job.store.samples.samples(1)
-    longest = max(len(s.prompt_tokens) + len(s.tokens) for s in samples)
-    return samples, routed_experts(samples, job.store.samples.experts(1), longest)
+    flat, unknown = routed_experts(samples, job.store.samples.experts(1))
+    lengths = np.array([len(s.prompt_tokens) + len(s.tokens) for s in samples])
+    table = padded(flat, lengths, UNKNOWN)
+    assert [(row[: n - 1, 0, 0] == UNKNOWN).sum() for row, n in zip(table, lengths, strict=True)] == unknown.tolist()
+    return samples, table
 
 
 def compare(job: Job) -> dict[int, int]:

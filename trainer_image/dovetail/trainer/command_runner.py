@@ -18,6 +18,7 @@ import torch.distributed as dist
 from dovetail.gpus.gpu_failure import GPUFailed, context_is_lost, names_cuda
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import (
+    BatchPart,
     Command,
     CommandResult,
     Evaluate,
@@ -349,10 +350,14 @@ class CommandRunner:
         else:
             self._context.require(name)
 
-    def _fetch(self, key: str) -> Arrays:
+    def _fetch(self, key: str, wanted: Callable[[Arrays], BatchPart] | None = None) -> Arrays:
+        part = None if wanted is None else wanted(self._received(key, BatchPart()))
+        return self._received(key, part)
+
+    def _received(self, key: str, part: BatchPart | None) -> Arrays:
         try:
             with PROGRESS.bounded():
-                data = self._client.batch(key)
+                data = self._client.batch(key, part)
         except Refused as refusal:
             raise BadCommand(f"batch {key}: {refusal}") from refusal
         try:

@@ -322,8 +322,8 @@ class Engines:
         """The trace of an iteration, as JSON. Raises FileNotFoundError."""
         return self.records.timeline.read(iteration)
 
-    async def batch(self, key: str) -> bytes:
-        """The packed arrays of a batch, as `Batches.read` returns them."""
+    async def batch(self, key: str) -> bytes | Path:
+        """The packed arrays of a batch, as `Batches.fetch` returns them."""
         return await self._batches.fetch(key)
 
     def _page(self, question: str) -> bytes:

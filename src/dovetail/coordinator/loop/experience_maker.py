@@ -34,7 +34,7 @@ from dovetail.coordinator.workers.weights import Weights
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import Span
 from dovetail.protocol.sampling import asked_of_servers
-from dovetail.protocol.wire import Arrays
+from dovetail.protocol.wire import SampleArrays
 
 
 def _together(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -56,7 +56,7 @@ class ExperienceAssembly:
     def __init__(self, samples: SampleTable, texts: Texts, pad: int, calls: Calls | None) -> None:
         self._samples, self._texts, self._pad, self._calls = samples, texts, pad, calls
 
-    def arrays_of(self, iteration: int, samples: Sequence[Sample]) -> Arrays:
+    def arrays_of(self, iteration: int, samples: Sequence[Sample]) -> SampleArrays:
         """The arrays of some of an iteration's samples, which are scored."""
         experts = self._samples.experts(iteration, sorted({s.key.prompt for s in samples}))
         arrays = experience_arrays(samples, self._pad, experts)
@@ -197,7 +197,7 @@ class ExperienceMaker:
         version = self._spec.ppo.weight_version(iteration)
         made = await asyncio.to_thread(self._assembly.experience, iteration, version, prompts.records)
         if self._spec.ppo.ptx_coef > 0:
-            made.arrays |= self._prepared.ptx_batch(iteration)
+            made.arrays.update(self._prepared.ptx_batch(iteration))
         return made
 
     def _samples_of(self, iteration: int, position: int, record: PromptRecord) -> list[NewSample]:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from dovetail.coordinator.reporting.summary import mean_ci95
 from dovetail.protocol.experience import kl_per_sample
-from dovetail.protocol.wire import Arrays
+from dovetail.protocol.wire import Array
 
 
-def iteration_metrics(arrays: Arrays, trained: Mapping[str, float], lag: int = 0) -> dict[str, float]:
+def iteration_metrics(arrays: Mapping[str, Array], trained: Mapping[str, float], lag: int = 0) -> dict[str, float]:
     """One row of history.jsonl without the times. It has rewards, KL (nats), response lengths (tokens) and the
     trainers' own metrics."""
     scores = arrays["scores"].tolist()
@@ -45,7 +45,7 @@ def times(samples: int, phases: Mapping[str, float], wall_seconds: float | None)
     return whole | {f"seconds_{name}": seconds for name, seconds in phases.items()}
 
 
-def mean_kl(arrays: Arrays, trained: Mapping[str, float], lag: int = 0) -> dict[str, float] | None:
+def mean_kl(arrays: Mapping[str, Array], trained: Mapping[str, float], lag: int = 0) -> dict[str, float] | None:
     """The mean KL to the reference per sample, in nats, and the half-width of its 95% interval. None without a
     reference. With a lag the trainers' KL is used, because the rollouts' log-probabilities are of older weights. The
     trainers' KL is that of the weights with which the iteration's training begins."""
@@ -55,14 +55,14 @@ def mean_kl(arrays: Arrays, trained: Mapping[str, float], lag: int = 0) -> dict[
     return None if found is None else mean_ci95(found.tolist())
 
 
-def distinct_responses(arrays: Arrays) -> int:
+def distinct_responses(arrays: Mapping[str, Array]) -> int:
     """The number of different responses, compared by their tokens."""
     begin, length = arrays["prompt_lengths"].tolist(), arrays["response_lengths"].tolist()
     rows = zip(arrays["tokens"], begin, length, strict=True)
     return len({np.ascontiguousarray(row[first : first + count]).tobytes() for row, first, count in rows})
 
 
-def equal_groups(arrays: Arrays) -> float:
+def equal_groups(arrays: Mapping[str, Array]) -> float:
     """The fraction of the prompts with several samples whose samples all have the same score, and whose steps, if there
     are any, all have the same reward. It is 0 if there are no such prompts."""
     _, group, sizes = np.unique(arrays["groups"], return_inverse=True, return_counts=True)

@@ -14,7 +14,7 @@ from dovetail.coordinator.reporting.summary import mean_ci95
 from dovetail.manifest.types import Stage
 from dovetail.protocol import clock
 from dovetail.protocol.messages import CommandResult
-from dovetail.protocol.wire import Arrays, unpack
+from dovetail.protocol.wire import Array, unpack
 
 
 class IterationReport:
@@ -32,7 +32,7 @@ class IterationReport:
         self._health = HealthWatch(self._spec, records.store, records.log, records.metrics.unhealthy)
         records.progress.update(health=self._health.status())
 
-    def measured(self, arrays: Arrays, result: CommandResult) -> dict[str, float]:
+    def measured(self, arrays: Mapping[str, Array], result: CommandResult) -> dict[str, float]:
         """The iteration's metrics without its times."""
         return iteration_metrics(arrays, result.metrics, self._spec.ppo.lag)
 
@@ -49,7 +49,7 @@ class IterationReport:
         self._health.check(iteration, self._verdicts if verdicts is None else verdicts)
 
     def close(
-        self, iteration: int, arrays: Arrays, measured: Mapping[str, float], facts: Mapping[str, float]
+        self, iteration: int, arrays: Mapping[str, Array], measured: Mapping[str, float], facts: Mapping[str, float]
     ) -> dict[str, float]:
         """Record a finished iteration with its times and these further `facts`, and begin the next one. Returns its
         metrics."""
@@ -92,7 +92,7 @@ class IterationReport:
         told = {"expected_iteration_seconds": check.expected.seconds, "problem": check.problem}
         self._records.progress.update(plan=told)
 
-    def _record(self, iteration: int, arrays: Arrays, metrics: dict[str, float]) -> dict[str, float]:
+    def _record(self, iteration: int, arrays: Mapping[str, Array], metrics: dict[str, float]) -> dict[str, float]:
         """Record the iteration's row of history, its facts and its gauges. Returns its metrics."""
         records = self._records
         records.history.add(Stage.PPO, iteration, metrics)

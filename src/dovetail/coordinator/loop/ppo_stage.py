@@ -34,7 +34,7 @@ from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import Span, Step
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.process_names import COORDINATOR
-from dovetail.protocol.wire import Arrays
+from dovetail.protocol.wire import Array
 
 ERROR_LIMIT = 0.2
 
@@ -351,7 +351,7 @@ class PPOStage:
             timeline.begin()
         return metrics
 
-    async def _store_step(self, iteration: int, arrays: Arrays) -> None:
+    async def _store_step(self, iteration: int, arrays: Mapping[str, Array]) -> None:
         """Store the batch of an iteration and the facts of its step, unless they are stored. From these the step can be
         repeated."""
         store = self._records.store

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
@@ -16,8 +17,8 @@ from dovetail.coordinator.reporting.page.page_documents import NotKept
 from dovetail.coordinator.serving.served_batches import NotPrepared
 from dovetail.coordinator.workers.trainer_group import StaleGeneration, TrainerGroup
 from dovetail.protocol.http import serving
-from dovetail.protocol.messages import Heartbeat, JoinRequest, NextRequest, Offer, Register
-from dovetail.protocol.wire import CONTENT_TYPE
+from dovetail.protocol.messages import BatchPart, Heartbeat, JoinRequest, NextRequest, Offer, Register
+from dovetail.protocol.wire import CONTENT_TYPE, Document, Ranges
 
 M = TypeVar("M", bound=BaseModel)
 _OFFSET = re.compile(r"[0-9]{1,15}")
@@ -35,7 +36,7 @@ class Host(Protocol):
     def retire(self, name: str, host: str | None = None) -> None: ...
     def left(self, name: str) -> bool: ...
     def offer(self, message: Offer) -> None: ...
-    async def batch(self, key: str) -> bytes: ...
+    async def batch(self, key: str) -> bytes | Path: ...
     def status(self) -> dict[str, Any]: ...
     def history_since(self, offset: int) -> dict[str, Any]: ...
     def trace(self, iteration: int) -> bytes: ...
@@ -54,6 +55,30 @@ async def _read(request: web.Request, model: type[M]) -> M:
 
 def _reply(message: BaseModel) -> web.Response:
     return web.Response(text=message.model_dump_json(), content_type="application/json")
+
+
+async def _send(request: web.Request, response: web.StreamResponse, document: Document, ranges: Ranges) -> None:
+    """Send these ranges. The kernel sends long ranges of a file, so they are never in this process's memory. Others are
+    sent in pieces, because the event loop would be blocked while it hands hundreds of megabytes to a connection."""
+    loop, short, size = asyncio.get_running_loop(), Ranges(), 0
+    file = document.source.open("rb") if isinstance(document.source, Path) else None
+    try:
+        for offset, count in [*ranges, (0, 0)]:
+            if short and (size >= PIECE_BYTES or count >= PIECE_BYTES or not count):
+                await response.write(await asyncio.to_thread(document.read, short))
+                short, size = Ranges(), 0
+            if count < PIECE_BYTES:
+                short, size = [*short, (offset, count)], size + count
+            elif file is None:
+                for start in range(offset, offset + count, PIECE_BYTES):
+                    await response.write(document.read([(start, min(PIECE_BYTES, offset + count - start))]))
+            elif request.transport is None:
+                raise ConnectionResetError("the rank is gone")
+            else:
+                await loop.sendfile(request.transport, file, offset, count)
+    finally:
+        if file is not None:
+            file.close()
 
 
 def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | None = None) -> web.Application:
@@ -89,20 +114,23 @@ def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | N
 
     async def batch(request: web.Request) -> web.StreamResponse:
         key = request.match_info["key"]
+        wanted = await _read(request, BatchPart) if request.method == "POST" else None
         try:
-            body = await host.batch(key)
-        except LookupError as error:
+            document = Document(await host.batch(key))
+            head, ranges = b"", [(0, document.size)]
+            if wanted is not None:
+                head, ranges = await asyncio.to_thread(document.part, wanted)
+        except (LookupError, FileNotFoundError) as error:
             raise web.HTTPNotFound(text=f"no batch {key}: {error}") from error
         except ValueError as error:
             raise web.HTTPConflict(text=str(error)) from error
         except NotPrepared as error:
             raise web.HTTPServiceUnavailable(text=str(error)) from error
-        # The batch is sent in pieces, because the event loop would be blocked while it hands hundreds of megabytes to a
-        # connection.
-        response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE, "Content-Length": str(len(body))})
+        size = len(head) + sum(count for _, count in ranges)
+        response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE, "Content-Length": str(size)})
         await response.prepare(request)
-        for start in range(0, len(body), PIECE_BYTES):
-            await response.write(memoryview(body)[start : start + PIECE_BYTES])
+        await response.write(head)
+        await _send(request, response, document, ranges)
         await response.write_eof()
         return response
 
@@ -158,6 +186,7 @@ def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | N
             web.post("/v1/trainer/next", next_command),
             web.post("/v1/heartbeat", heartbeat),
             web.get("/v1/batches/{key:.+}", batch),
+            web.post("/v1/batches/{key:.+}", batch),
             web.post("/v1/weights/offer", offer),
             web.post("/v1/instances", instances),
             web.delete("/v1/instances/{name}", retire),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from dovetail.coordinator.data.prepare import Prepared
 from dovetail.coordinator.store.experience_files import ExperienceFiles
@@ -32,16 +33,20 @@ class Batches:
         self._held_out: dict[str, Sequence[Arrays]] = {}
         self._packed: OrderedDict[str, asyncio.Task[bytes]] = OrderedDict()
 
-    async def fetch(self, key: str) -> bytes:
-        """The same as `read`, in a thread. All ranks ask for the same batch at about the same time, so it is packed
-        once. Raises the errors of `read`."""
-        stage, _, _ = key.partition("/")
+    async def fetch(self, key: str) -> bytes | Path:
+        """The packed arrays of a batch. For PPO this is the file that holds them. All ranks ask for the same batch at
+        about the same time, so it is packed once, in a thread. Raises LookupError for an unknown key, ValueError for a
+        damaged batch, and NotPrepared while the data is being prepared."""
+        stage, _, number = key.partition("/")
+        if not (number.isascii() and number.isdigit() and len(number) < 10):
+            raise KeyError("a batch's name must be a stage and a number, as sft/1")
         if stage == Stage.PPO:
-            return await asyncio.to_thread(self.read, key)
+            digest = self._store.get(f"ppo/{int(number)}/batch")
+            return await asyncio.to_thread(self._files.checked, int(number), digest)
         # A batch of DPO is asked for again when its reference is known.
         name = f"{key} {len(self.references)}" if stage.startswith(Stage.DPO) else key
         if name not in self._packed:
-            self._packed[name] = asyncio.create_task(asyncio.to_thread(self.read, key))
+            self._packed[name] = asyncio.create_task(asyncio.to_thread(self._pack, key))
             while len(self._packed) > KEPT:
                 self._packed.popitem(last=False)
         try:
@@ -50,16 +55,9 @@ class Batches:
             self._packed.pop(name, None)
             raise
 
-    def read(self, key: str) -> bytes:
-        """The packed arrays of a batch. Raises LookupError for an unknown key, ValueError for a damaged batch, and
-        NotPrepared while the data is being prepared. It may be called in any thread."""
-        stage, _, number = key.partition("/")
-        if not (number.isascii() and number.isdigit() and len(number) < 10):
-            raise KeyError("a batch's name must be a stage and a number, as sft/1")
-        if stage == Stage.PPO:
-            return self._files.read(int(number), self._store.get(f"ppo/{int(number)}/batch"))
+    def _pack(self, key: str) -> bytes:
         arrays = self.arrays(key)
-        return pack(self.references.added(arrays) if stage.startswith(Stage.DPO) else arrays)
+        return pack(self.references.added(arrays) if key.startswith(Stage.DPO) else arrays)
 
     def arrays(self, key: str) -> Arrays:
         """A batch of a stage other than PPO. Raises LookupError and NotPrepared."""

@@ -3,61 +3,67 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.coordinator.data.text.tokenize import ppo_batch
 from dovetail.coordinator.store.experts import UNKNOWN, whole
 from dovetail.coordinator.store.samples import Key, Sample
-from dovetail.protocol.files.durable import write_whole
-from dovetail.protocol.wire import Arrays, pack
-
-FloatArray = NDArray[np.float32]
+from dovetail.protocol.files.durable import write_pieces
+from dovetail.protocol.wire import Arrays, SampleArrays, pieces
 
 
 def experience_arrays(
     samples: Sequence[Sample], pad: int, experts: Mapping[Key, Sequence[tuple[int, bytes]]] | None = None
-) -> Arrays:
+) -> SampleArrays:
     """The arrays of scored samples, as docs/architecture.md, "Batches", ppo describes them. `groups` are the prompts'
     positions. `experts` has the experts of samples' tokens, if servers reported them (`SampleTable.experts`)."""
-    arrays = ppo_batch([s.prompt_tokens for s in samples], [s.tokens for s in samples], pad)
-    longest = max(len(s.tokens) for s in samples)
-
-    def per_token(rows: Sequence[FloatArray]) -> FloatArray:
-        result = np.zeros((len(rows), longest), np.float32)
-        for target, row in zip(result, rows, strict=True):
-            target[: len(row)] = row
-        return result
-
-    arrays["rollout_logprobs"] = per_token([s.logprobs for s in samples])
+    per_token: Arrays = {
+        "tokens": np.concatenate([part for s in samples for part in (s.prompt_tokens, s.tokens)]).astype(np.int32),
+        "rollout_logprobs": np.concatenate([s.logprobs for s in samples]).astype(np.float32),
+    }
     references = [s.ref_logprobs for s in samples if s.ref_logprobs is not None]
     if len(references) == len(samples):  # an earlier release also scored samples whose reference nobody reads
-        arrays["ref_logprobs"] = per_token(references)
+        per_token["ref_logprobs"] = np.concatenate(references).astype(np.float32)
     values = [s.values for s in samples if s.values is not None]
     if values:
-        arrays["values"] = per_token(values)
-    arrays["scores"] = np.array([s.reward for s in samples], np.float32)
-    arrays["groups"] = np.array([s.key.prompt for s in samples], np.int32)
-    arrays["finished"] = np.array([s.finished for s in samples], np.uint8)
+        per_token["values"] = np.concatenate(values).astype(np.float32)
+    per_sample: Arrays = {
+        "prompt_lengths": np.array([len(s.prompt_tokens) for s in samples], np.int32),
+        "response_lengths": np.array([len(s.tokens) for s in samples], np.int32),
+        "scores": np.array([s.reward for s in samples], np.float32),
+        "groups": np.array([s.key.prompt for s in samples], np.int32),
+        "finished": np.array([s.finished for s in samples], np.uint8),
+    }
+    pads: dict[str, float] = {**dict.fromkeys(per_token, 0), "tokens": pad}
+    if not any(len(s.tokens) for s in samples):
+        raise ValueError("no sample has a response token")
     if experts:
-        arrays["routed_experts"] = routed_experts(samples, experts, arrays["tokens"].shape[1])
-    return arrays
+        per_token["routed_experts"], per_sample["unknown_experts"] = routed_experts(samples, experts)
+        pads["routed_experts"] = UNKNOWN
+    return SampleArrays(per_token | per_sample, pads)
 
 
 def routed_experts(
-    samples: Sequence[Sample], experts: Mapping[Key, Sequence[tuple[int, bytes]]], longest: int
-) -> NDArray[np.int16]:
-    """The experts as one array (N, longest, layers, experts of a token). It is UNKNOWN where no server reported any."""
-    rows = [whole(experts.get(s.key, ()), len(s.prompt_tokens) + len(s.tokens)) for s in samples]
+    samples: Sequence[Sample], experts: Mapping[Key, Sequence[tuple[int, bytes]]]
+) -> tuple[NDArray[np.int16], NDArray[np.int32]]:
+    """The experts of all tokens, (tokens, layers, experts of a token), and for each sample the number of tokens whose
+    experts are not known, (N,). The last token of a sample does not count, because nothing depends on its experts. It
+    is UNKNOWN where no server reported any."""
+    lengths = [len(s.prompt_tokens) + len(s.tokens) for s in samples]
+    rows = [whole(experts.get(s.key, ()), length) for s, length in zip(samples, lengths, strict=True)]
     shape = next(row.shape[1:] for row in rows if row is not None)
-    table = np.full((len(samples), longest, *shape), UNKNOWN, np.int16)
-    for target, row in zip(table, rows, strict=True):
+    table = np.full((sum(lengths), *shape), UNKNOWN, np.int16)
+    unknown = np.zeros(len(samples), np.int32)
+    at = 0
+    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         if row is not None:
-            target[: len(row)] = row
-    return table
+            table[at : at + len(row)] = row
+        unknown[i] = (table[at : at + length - 1, 0, 0] < 0).sum()
+        at += length
+    return table, unknown
 
 
 class ExperienceFiles:
@@ -72,28 +78,39 @@ class ExperienceFiles:
     def _path(self, iteration: int) -> Path:
         return self._dir / f"{iteration:06d}.safetensors"
 
-    def write(self, iteration: int, arrays: Arrays) -> str:
+    def write(self, iteration: int, arrays: Mapping[str, NDArray[np.generic]]) -> str:
         """Write the iteration's batch. It is on the disk on return. Returns the content's digest."""
-        data = pack(arrays)
-        write_whole(self._path(iteration), data)
-        self._known[iteration] = digest = hashlib.sha256(data).hexdigest()
-        return digest
+        digest = hashlib.sha256()
 
-    def read(self, iteration: int, digest: str | None = None) -> bytes:
-        """Read the iteration's batch. Raises KeyError if it was not stored, or was dropped after a checkpoint, and
-        ValueError with a sentence if the file does not have this `digest`."""
-        try:
-            data = self._path(iteration).read_bytes()
-        except FileNotFoundError:
-            raise KeyError(f"ppo/{iteration}") from None
+        def hashed() -> Iterator[bytes | memoryview]:
+            for piece in pieces(arrays):
+                digest.update(piece)
+                yield piece
+
+        write_pieces(self._path(iteration), hashed())
+        self._known[iteration] = digest.hexdigest()
+        return self._known[iteration]
+
+    def checked(self, iteration: int, digest: str | None = None) -> Path:
+        """The file of the iteration's batch. Raises KeyError if it was not stored, or was dropped after a checkpoint,
+        and ValueError with a sentence if the file does not have this `digest`."""
+        path = self._path(iteration)
+        if not path.is_file():
+            raise KeyError(f"ppo/{iteration}")
         if digest is not None and self._known.get(iteration) != digest:
-            if hashlib.sha256(data).hexdigest() != digest:
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != digest:
                 raise ValueError(
-                    f"{self._path(iteration)} is damaged or of another run: its content is not what the run stored; "
-                    "put a copy of the file back, or start a new run"
+                    f"{path} is damaged or of another run: its content is not what the run stored; put a copy of the "
+                    "file back, or start a new run"
                 )
             self._known[iteration] = digest
-        return data
+        return path
+
+    def read(self, iteration: int, digest: str | None = None) -> bytes:
+        """The content of `checked`. Raises the same errors."""
+        return self.checked(iteration, digest).read_bytes()
 
     def has(self, iteration: int) -> bool:
         """Whether the iteration is stored."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,19 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a file atomically. It then has all of `data`, or its old content. Raises OSError that names `path`."""
+    write_pieces(path, [data], mode)
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o666) -> None:
+    """`write_whole` for content that is never in memory as one."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         with os.fdopen(os.open(temporary, flags, mode), "wb", buffering=0) as file:
-            left = memoryview(data)
-            while left:
-                left = left[file.write(left) :]
+            for piece in pieces:
+                left = memoryview(piece)
+                while left:
+                    left = left[file.write(left) :]
             os.fsync(file.fileno())
         temporary.rename(path)
         sync(path.parent)

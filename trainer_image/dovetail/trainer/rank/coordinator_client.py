@@ -13,7 +13,16 @@ from urllib.parse import quote, urlsplit
 from pydantic import BaseModel, ValidationError
 
 from dovetail.protocol.http.last_address import CoordinatorConnection, LastAddress
-from dovetail.protocol.messages import Heartbeat, HeartbeatReply, JoinReply, JoinRequest, NextReply, NextRequest, Offer
+from dovetail.protocol.messages import (
+    BatchPart,
+    Heartbeat,
+    HeartbeatReply,
+    JoinReply,
+    JoinRequest,
+    NextReply,
+    NextRequest,
+    Offer,
+)
 
 # The coordinator answers a long poll within 20 s.
 POLL_TIMEOUT_SECONDS = 30.0
@@ -96,11 +105,11 @@ class CoordinatorClient:
         body = offer.model_dump_json().encode()
         self._retry("POST", "/v1/weights/offer", body, REQUEST_TIMEOUT_SECONDS, JSON_LIMIT_BYTES)
 
-    def batch(self, key: str) -> bytes:
-        """The safetensors document of a batch. Raises CoordinatorUnreachable, StaleGeneration, and Refused if there is
-        no such batch."""
-        path = f"/v1/batches/{quote(key)}"
-        return self._retry("GET", path, None, REQUEST_TIMEOUT_SECONDS, BATCH_LIMIT_BYTES)
+    def batch(self, key: str, part: BatchPart | None = None) -> bytes:
+        """The safetensors document of a batch, or of a part of it. Raises CoordinatorUnreachable, StaleGeneration, and
+        Refused if there is no such batch."""
+        method, body = ("GET", None) if part is None else ("POST", part.model_dump_json().encode())
+        return self._retry(method, f"/v1/batches/{quote(key)}", body, REQUEST_TIMEOUT_SECONDS, BATCH_LIMIT_BYTES)
 
     # ------------------------------------------------------------ helpers
 

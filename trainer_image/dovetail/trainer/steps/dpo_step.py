@@ -107,7 +107,7 @@ class JudgedBatch:
 
 def load_batch(context: Context, key: str) -> JudgedBatch:
     """The batch with this key. Raises BadCommand."""
-    arrays = context.fetch(key)
+    arrays = context.fetch(key, None)
     responses = Responses.read(context, arrays)
     mismatched = Responses.read(context, arrays, "kl_") if context.spec.dpo.loss == "KTO" else None
     if "good" in arrays:

@@ -26,7 +26,10 @@ class PPOSamples:
     """One iteration's samples. In (N, R) float32 tensors, entry r is for response token r. `mask` is (N, R) bool.
 
     `step_ends` (N, R) bool marks the tokens that end a step. `step_rewards` has the step's reward at this token. Both
-    are None if there are no steps. Log-probabilities are in nats."""
+    are None if there are no steps. `unknown_experts` (N,) counts the tokens of a sample whose experts are not known.
+    Log-probabilities are in nats.
+
+    A rank may have the tokens, and entries of (N, R) tensors, of its own rows only. The others are 0 then."""
 
     sequences: Sequences
     prompt_lengths: Tensor
@@ -42,6 +45,7 @@ class PPOSamples:
     returns: Tensor | None
     step_rewards: Tensor | None = None
     step_ends: Tensor | None = None
+    unknown_experts: Tensor | None = None
 
     @staticmethod
     def read(arrays: Arrays, config: PPO, own_values: bool = False) -> PPOSamples:
@@ -95,6 +99,7 @@ class PPOSamples:
             step_ends=read(arrays, "step_ends", torch.uint8, (n, width)).bool() & mask
             if "step_ends" in arrays
             else None,
+            unknown_experts=read(arrays, "unknown_experts", torch.int64, (n,)) if "unknown_experts" in arrays else None,
         )
         if samples.returns is not None and samples.advantages is None:
             raise BadCommand("the batch has 'returns' without 'advantages'; give both")
@@ -148,6 +153,15 @@ def counted_samples(samples: PPOSamples, config: PPO) -> Tensor | None:
             equal &= equal_steps(samples.step_rewards, samples.step_ends, samples.groups)
         counted &= ~equal
     return counted
+
+
+def reads_all_rows(config: PPO, kl_coef: float) -> bool:
+    """Whether an advantage depends on the log-probabilities or values of other samples."""
+    if config.whiten_rewards or config.advantage.startswith("reinforce++"):
+        return True
+    if config.advantage == "gae":
+        return config.whiten_advantages
+    return config.compares_samples and config.reads_reference and not config.kl_in_loss and kl_coef != 0
 
 
 def right_samples(samples: PPOSamples, config: PPO) -> Tensor | None:

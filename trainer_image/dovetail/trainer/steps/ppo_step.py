@@ -16,8 +16,8 @@ from dovetail.manifest.resolve import old_is_current, ppo_config
 from dovetail.models import Outputs
 from dovetail.models.layers.logprobs import Entropy
 from dovetail.models.layers.predictions import Predicted, Predictions
-from dovetail.protocol.messages import Action, Step
-from dovetail.protocol.wire import Arrays
+from dovetail.protocol.messages import Action, BatchPart, Step
+from dovetail.protocol.wire import OF_RESPONSE, OF_SEQUENCE, Arrays, row_lengths
 from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_weights
 from dovetail.trainer.algorithms.kl import kl_loss
 from dovetail.trainer.algorithms.losses import aggregation_weights, entropy_bonus, ptx_loss, right_loss, value_loss
@@ -38,6 +38,7 @@ from dovetail.trainer.steps.experience_batch import (
     PPOSamples,
     Targets,
     counted_samples,
+    reads_all_rows,
     recomputes_old_logprobs,
     response_positions,
     right_samples,
@@ -47,6 +48,7 @@ from dovetail.trainer.steps.sft_step import predictions
 from dovetail.trainer.steps.step_context import Context, Metrics, Run, balance, cut, digest, mean
 
 Stats = dict[str, Tensor]
+PTX = ("ptx_tokens", "ptx_loss_mask")
 
 
 @dataclass(frozen=True)
@@ -97,15 +99,30 @@ def prepare_step(context: Context, step: Step) -> Run:
         models.append("critic")
     if not models:
         raise BadCommand("train_actor is false and no critic is loaded: the step would train nothing")
-    arrays = context.fetch(step.batch)
-    samples = PPOSamples.read(arrays, config, own_values=shared)
     here = [name for name in models if name in context.engine.models]
+    trusted = not recomputes_old_logprobs(context.spec, context.groups.device.type)
+    recompute = not trusted and not old_is_current(context.spec)
+    cuts: list[Cut] = []
+
+    def part(index: Arrays) -> BatchPart:
+        lengths = row_lengths("tokens", index)
+        if lengths is None:  # what is wrong with the batch is found where it is read
+            return BatchPart(whole=[*OF_SEQUENCE, *OF_RESPONSE, *PTX])
+        cuts.extend(_cuts(context, step, lengths.tolist(), here))
+        rows = {row for cut in cuts for parts in cut.work.values() for part in parts for row in part}
+        if recompute or shared:
+            micro, tokens = context.spec.ppo.micro_batch_size, step.micro_batch_tokens
+            rows |= {row for part in context.passes("actor", lengths.tolist(), micro, tokens) for row in part.rows}
+        return _part(context, step, sorted(rows))
+
+    arrays = context.fetch(step.batch, part)
+    samples = PPOSamples.read(arrays, config, own_values=shared)
     for name in here:
         context.check_vocabulary(context.model(name), samples.sequences)
     if "actor" in here:
         check_routing(context.model("actor").config, samples.sequences)
     ptx = _ptx(context, step, samples, arrays) if config.ptx_coef > 0 and step.train_actor else None
-    minis = _mini_batches(context, step, samples, here, ptx)
+    minis = _mini_batches(context, cuts or _cuts(context, step, samples.sequences.lengths.tolist(), here), samples, ptx)
     if len(minis) % step.mini_batches or (ptx is not None and step.mini_batches > 1):
         raise BadCommand(
             f"a schedule of {step.mini_batches} mini-batches cannot be repeated for {len(minis)} optimizer steps"
@@ -113,8 +130,6 @@ def prepare_step(context: Context, step: Step) -> Run:
         )
     actions = context.actions(step, {name: len(minis[0].work[name]) for name in here})
     schedule = RankSchedule(actions, step.mini_batches, digest(step.actions))
-    trusted = not recomputes_old_logprobs(context.spec, context.groups.device.type)
-    recompute = not trusted and not old_is_current(context.spec)
     if "critic" in models and samples.values is None and config.value_clip is not None:
         raise BadCommand("the batch has no array 'values', which the critic's clipped loss needs")
     learns_values = shared or "critic" in models
@@ -139,6 +154,20 @@ def prepare_step(context: Context, step: Step) -> Run:
     return run
 
 
+def _part(context: Context, step: Step, rows: list[int]) -> BatchPart:
+    """The part of the batch for a rank that trains these rows. A function of the user sees all samples. Rank 0 reports
+    metrics of all of them."""
+    config = ppo_config(context.spec)
+    whole = [*PTX, "step_rewards", "step_ends"]
+    some = ["tokens"] + ["routed_experts"] * ("actor" in context.engine.models)
+    if context.advantages is not None:
+        return BatchPart(whole=[*whole, *OF_SEQUENCE, *OF_RESPONSE])
+    others = [name for name in OF_RESPONSE if name not in whole]
+    if context.groups.rank == 0 or reads_all_rows(config, step.kl_coef):
+        return BatchPart(rows=rows, some=some, whole=whole + others)
+    return BatchPart(rows=rows, some=some + others, whole=whole)
+
+
 def check_routing(config: Any, sequences: Sequences) -> None:
     """Raises BadCommand for experts that the actor does not have."""
     if sequences.routing is None:
@@ -156,9 +185,12 @@ def check_routing(config: Any, sequences: Sequences) -> None:
         raise BadCommand(f"batch array 'routed_experts' holds expert {int(sequences.routing.max())}, which is none")
 
 
-def _unknown_share(sequences: Sequences) -> float:
+def _unknown_share(samples: PPOSamples) -> float:
     """The share of tokens whose experts are not known. The last token of each sequence does not count, because nothing
     depends on its experts."""
+    sequences = samples.sequences
+    if samples.unknown_experts is not None:
+        return int(samples.unknown_experts.sum()) / int((sequences.lengths - 1).sum())
     assert sequences.routing is not None
     counted = torch.arange(sequences.tokens.shape[1]) < sequences.lengths.unsqueeze(1) - 1
     return float((sequences.routing[:, :, 0, 0] < 0)[counted].double().mean())
@@ -181,30 +213,42 @@ def _ptx(context: Context, step: Step, samples: PPOSamples, arrays: Arrays) -> P
     return Ptx(sequences, predictions(sequences, mask))
 
 
-def _mini_batches(
-    context: Context, step: Step, samples: PPOSamples, models: list[str], ptx: Ptx | None
-) -> list[MiniBatch]:
-    """Every optimizer step of the iteration. Mini-batch k of an epoch gets the k-th share of the ptx rows. Raises
-    BadCommand."""
-    config = ppo_config(context.spec)
-    lengths = samples.sequences.lengths
-    counted, right = counted_samples(samples, config), right_samples(samples, config)
-    steps = len(samples) // config.mini_batch_size
-    minis = []
-    seed, most = context.spec.seed, step.micro_batch_tokens
-    order = [*mini_batches(len(samples), config.mini_batch_size, config.epochs, seed, step.step)]
-    of_each = [lengths[rows].tolist() for _, rows in order]
+@dataclass(frozen=True)
+class Cut:
+    """The `rows` of a mini-batch, and those of each micro-batch of each model on this rank."""
+
+    rows: list[int]
+    work: dict[str, list[list[int]]]
+
+
+def _cuts(context: Context, step: Step, lengths: list[int], models: list[str]) -> list[Cut]:
+    """The mini-batches of an iteration whose samples have these lengths. Raises BadCommand."""
+    config, seed, most = ppo_config(context.spec), context.spec.seed, step.micro_batch_tokens
+    order = [*mini_batches(len(lengths), config.mini_batch_size, config.epochs, seed, step.step)]
+    of_each = [[lengths[row] for row in rows] for _, rows in order]
     # One schedule runs all mini-batches, so each must have the same number of micro-batches.
     counts = {
         name: None if most is None else micro_batch_count(of_each, context.model(name).dp_size, most) for name in models
     }
-    for index, (_, rows) in enumerate(order):
+    found = []
+    for (_, rows), theirs in zip(order, of_each, strict=True):
         work = {}
         for name in models:
             model, micro = context.model(name), config.micro_batch_size
-            parts = cut(of_each[index], model.dp_size, micro, most, counts[name])[model.dp_rank]
+            parts = cut(theirs, model.dp_size, micro, most, counts[name])[model.dp_rank]
             work[name] = [[rows[i] for i in part] for part in parts]
-        share = []
+        found.append(Cut(rows, work))
+    return found
+
+
+def _mini_batches(context: Context, cuts: list[Cut], samples: PPOSamples, ptx: Ptx | None) -> list[MiniBatch]:
+    """Every optimizer step of the iteration. Mini-batch k of an epoch gets the k-th share of the ptx rows."""
+    config = ppo_config(context.spec)
+    counted, right = counted_samples(samples, config), right_samples(samples, config)
+    steps = len(samples) // config.mini_batch_size
+    minis = []
+    for index, each in enumerate(cuts):
+        rows, share = each.rows, list[int]()
         if ptx is not None:
             total, k = len(ptx.sequences), index % steps
             share = list(range(total * k // steps, total * (k + 1) // steps))
@@ -213,7 +257,7 @@ def _mini_batches(
         if counted is not None:
             theirs, of = int(samples.response_lengths[rows][counted[rows]].sum()), int(counted[rows].sum())
         theirs_right = 0 if right is None else int(samples.response_lengths[rows][right[rows]].sum())
-        minis.append(MiniBatch(work, tokens, theirs, of, counted, right, theirs_right, share, index == 0))
+        minis.append(MiniBatch(each.work, tokens, theirs, of, counted, right, theirs_right, share, index == 0))
     return minis
 
 
@@ -292,8 +336,8 @@ def step_metrics(
             metrics["kl_loss"] = mean(totals, "kl_loss", "tokens")
         if totals.get("routing_chosen"):
             metrics["routing_differs"] = mean(totals, "routing_differs", "routing_chosen")
-        if samples.sequences.routing is not None:
-            metrics["routing_unknown"] = _unknown_share(samples.sequences)
+        if samples.sequences.routing is not None or samples.unknown_experts is not None:
+            metrics["routing_unknown"] = _unknown_share(samples)
         if totals.get("mismatch_tokens"):
             for name in ("mismatch_abs", "mismatch_kl", "mismatch_ratio", "mismatch_capped"):
                 metrics[name] = mean(totals, name, "mismatch_tokens")

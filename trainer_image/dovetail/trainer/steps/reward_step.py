@@ -20,7 +20,7 @@ def last_tokens(sequences: Sequences) -> Tensor:
 
 def load_pairs(context: Context, key: str) -> Sequences:
     """The chosen sequences, then the rejected ones. Pair i has the rows i and i + pairs. Raises BadCommand."""
-    arrays = context.fetch(key)
+    arrays = context.fetch(key, None)
     chosen, rejected = Sequences.read(arrays, "chosen_"), Sequences.read(arrays, "rejected_")
     if len(chosen) != len(rejected):
         raise BadCommand(f"batch {key} has {len(chosen)} chosen and {len(rejected)} rejected sequences")
@@ -72,7 +72,7 @@ def prepare_step(context: Context, step: Step) -> Run:
 
 
 def _load_demonstrations(context: Context, key: str) -> Sequences:
-    sequences = Sequences.read(context.fetch(key))
+    sequences = Sequences.read(context.fetch(key, None))
     if "reward" in context.engine.models:
         context.check_vocabulary(context.model("reward"), sequences)
     return sequences

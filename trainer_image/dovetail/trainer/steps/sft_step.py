@@ -25,7 +25,7 @@ def predictions(sequences: Sequences, loss_mask: Tensor) -> Tensor:
 
 def load_batch(context: Context, key: str) -> tuple[Sequences, Tensor]:
     """A batch's sequences and their `predictions`. Raises BadCommand."""
-    arrays = context.fetch(key)
+    arrays = context.fetch(key, None)
     sequences = Sequences.read(arrays)
     mask = read(arrays, "loss_mask", torch.uint8, tuple(sequences.tokens.shape))
     context.check_vocabulary(context.model("actor"), sequences)

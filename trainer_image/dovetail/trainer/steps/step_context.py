@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.models.layers.predictions import Predictions
-from dovetail.protocol.messages import Action, ModelRef, Span, Step
+from dovetail.protocol.messages import Action, BatchPart, ModelRef, Span, Step
 from dovetail.protocol.process.pulse import PROGRESS
 from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.policy import PolicyLoss
@@ -67,6 +67,8 @@ class SpanRecorder:
 
 
 Metrics = dict[str, float]
+# See Context.fetch. The function is None if all of the batch is wanted.
+Fetch = Callable[[str, Callable[[Arrays], BatchPart] | None], Arrays]
 # The second half of a command, with the collective work. The first half only checks and changes nothing.
 Run = Callable[[], Metrics]
 
@@ -74,12 +76,13 @@ Run = Callable[[], Metrics]
 @dataclass
 class Context:
     """The parts of a rank that a step uses. `fetch` gives a batch's arrays by key, and raises BadCommand if there is no
-    such batch. `loss` is the policy's loss. `advantages` is the function of `ppo.advantageFunction`."""
+    such batch. With a function it gives the part of the batch that this returns for the arrays without tokens. `loss`
+    is the policy's loss. `advantages` is the function of `ppo.advantageFunction`."""
 
     spec: RLHFJobSpec
     groups: Groups
     engine: Engine
-    fetch: Callable[[str], Arrays]
+    fetch: Fetch
     timeline: SpanRecorder
     loss: PolicyLoss
     advantages: UserAdvantages | None
@@ -132,6 +135,15 @@ class Context:
         if size and largest >= size:
             raise BadCommand(f"the batch holds token id {largest}, model {model.name!r} has a vocabulary of {size}")
 
+    def passes(self, name: str, lengths: list[int], micro: int, tokens: int | None) -> list[Padded]:
+        """The micro-batches of `per_sequence` on this rank."""
+        model = self.engine.models.get(name)
+        if model is None:
+            return []
+        if tokens is not None:
+            return padded_tokens(lengths, model.dp_size, tokens)[model.dp_rank]
+        return split_padded(len(lengths), model.dp_size, micro)[model.dp_rank]
+
     def per_sequence(
         self,
         name: str,
@@ -151,11 +163,7 @@ class Context:
         this many tokens. This is a collective call. Raises PeerLost."""
         n = len(sequences)
         model = self.engine.models.get(name)
-        mine: list[Padded] = []
-        if model is not None and tokens is not None:
-            mine = padded_tokens(sequences.lengths.tolist(), model.dp_size, tokens)[model.dp_rank]
-        elif model is not None:
-            mine = split_padded(n, model.dp_size, micro)[model.dp_rank]
+        mine = self.passes(name, sequences.lengths.tolist(), micro, tokens)
         by_tokens: dict[int, Padded] = {}
         work = []
         for part in mine:
