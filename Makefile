@@ -24,7 +24,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help docs install tools demo drill test test-fast test-nightly same-bits lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-race bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu test-gpu clean
+.PHONY: help docs install tools demo drill test test-fast test-nightly same-bits lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-race bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-batches bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu test-gpu clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images images-push
 
 help: ## Show the targets
@@ -162,6 +162,9 @@ bench-papers: install ## APP, PUZZLE and RLHFuse on their own settings, simulate
 
 bench-coordinator: install ## The coordinator with 10,000 samples on 256 emulated servers
 	$(BIN)/python benchmarks/bench_coordinator.py
+
+bench-batches: install ## 64 emulated trainer ranks that ask for a batch at once
+	$(BIN)/python benchmarks/bench_batches.py
 
 DEVCLUSTER := $(PYTHON) hack/devcluster
 

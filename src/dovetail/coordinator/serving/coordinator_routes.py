@@ -68,7 +68,8 @@ async def _send(request: web.Request, response: web.StreamResponse, document: Do
                 await response.write(await asyncio.to_thread(document.read, short))
                 short, size = Ranges(), 0
             if count < PIECE_BYTES:
-                short, size = [*short, (offset, count)], size + count
+                short.append((offset, count))
+                size += count
             elif file is None:
                 for start in range(offset, offset + count, PIECE_BYTES):
                     await response.write(document.read([(start, min(PIECE_BYTES, offset + count - start))]))
