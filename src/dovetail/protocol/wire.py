@@ -118,6 +118,11 @@ class SampleArrays(MutableMapping[str, Array]):
     def __len__(self) -> int:
         return len(self._arrays)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the arrays take in memory."""
+        return sum(array.nbytes for array in self._arrays.values())
+
     def __contains__(self, name: object) -> bool:
         return name in self._arrays
 

@@ -17,6 +17,7 @@ from dovetail.coordinator.data.prepare import Prepared, prepare
 from dovetail.coordinator.data.records import Labelled
 from dovetail.coordinator.data.text import tokenize
 from dovetail.coordinator.data.text.tokenize import by_length
+from dovetail.coordinator.serving import served_batches
 from dovetail.coordinator.serving.served_batches import Batches
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.manifest.types import RLHFJobSpec
@@ -217,7 +218,26 @@ def test_ranks_that_ask_at_once_get_one_batch_that_is_made_beside_the_event_loop
         return await asyncio.gather(*(batches.fetch("sft/1") for _ in range(64)))
 
     answers = asyncio.run(ask())
+    assert batches.buffered == len(answers[0])
     assert len(threads) == 1
     assert threads[0] is not threading.main_thread()
     assert all(answer is answers[0] for answer in answers)
     assert same(unpack(answers[0]), made.sft_batch(1))
+
+
+def test_packed_batches_have_a_limit_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = type("Store", (), {"items": lambda *_: {}})()
+    batches, most = Batches(job(tmp_path), ExperienceFiles(tmp_path / "run"), store), 0
+
+    async def ask() -> None:
+        nonlocal most
+        for step in range(1, 6):
+            await batches.fetch(f"sft/{step}")
+            most = max(most, batches.buffered)
+
+    asyncio.run(ask())
+    whole = batches.buffered
+    monkeypatch.setattr(served_batches, "KEPT_BYTES", whole // 2)
+    asyncio.run(ask())
+    newest = len(asyncio.run(batches.fetch("sft/5")))
+    assert newest <= batches.buffered <= whole // 2 < most

@@ -275,6 +275,8 @@ class Engines:
                 ready = {i.name for i in self.fleet.eligible(kind)}
                 for instance in self.fleet.instances(kind):
                     self.records.metrics.instance_ready.labels(instance.name, kind).set(instance.name in ready)
+            for holder, size in self.buffered().items():
+                self.records.metrics.buffered.labels(holder).set(size)
             self.records.results.note_time()
             await asyncio.sleep(1.0)
 
@@ -313,7 +315,12 @@ class Engines:
         # The model before SFT is no version of PPO.
         version = None if self.fleet.version == BEFORE_SFT else self.fleet.version
         more = {"weight_version": version, "checkpoint": checkpoint, "models": self._hub.commits}
-        return document | more | {"artifacts": self._trained}
+        return document | more | {"artifacts": self._trained, "buffered": self.buffered()}
+
+    def buffered(self) -> dict[str, int]:
+        """The bytes of batches in this process's memory, by what holds them."""
+        waiting = 0 if self._prepared is None else self._ppo.buffered
+        return {"packed batches": self._batches.buffered, "iterations that wait for the trainers": waiting}
 
     def history_since(self, offset: int) -> dict[str, Any]:
         return self.records.history.since(offset)

@@ -34,7 +34,7 @@ from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import Span, Step
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.process_names import COORDINATOR
-from dovetail.protocol.wire import Array
+from dovetail.protocol.wire import Array, SampleArrays
 
 ERROR_LIMIT = 0.2
 
@@ -119,6 +119,11 @@ class PPOStage:
             self._scheduling = Scheduling(spec, plan, records.store, run_dir, records.log)
             # The search runs during the stages before PPO, because the first search compiles its kernels.
             self._placing = asyncio.create_task(self._scheduling.begin())
+
+    @property
+    def buffered(self) -> int:
+        """The bytes of the iterations that wait for the trainers. There are at most `lag` + 1 of them."""
+        return sum(each.arrays.nbytes for each in self._open.waiting if isinstance(each.arrays, SampleArrays))
 
     async def close(self) -> None:
         """Cancel the open iterations, and a checkpoint or search that is still running."""

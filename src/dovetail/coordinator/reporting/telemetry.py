@@ -60,6 +60,12 @@ class CoordinatorMetrics:
             ["instance", "kind"],
             registry=registry,
         )
+        self.buffered = Gauge(
+            "dovetail_buffered_bytes",
+            "Batches in the coordinator's memory, by what holds them.",
+            ["holder"],
+            registry=registry,
+        )
         self.retries = Counter(
             "dovetail_sample_retries",
             "Attempts at a sample that failed. It went on, on the same rollout or on another.",

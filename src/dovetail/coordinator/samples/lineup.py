@@ -203,6 +203,12 @@ class OpenIterations(Generic[T]):
         """The open iterations that were not taken yet, in ascending order."""
         return sorted(self._tasks)
 
+    @property
+    def waiting(self) -> list[T]:
+        """What is made and was not taken yet."""
+        done = (task for task in self._tasks.values() if task.done() and not task.cancelled())
+        return [task.result() for task in done if task.exception() is None]
+
     def open_through(self, iteration: int, *given: object) -> None:
         """Open this iteration, and up to `lag` iterations after it. `make` gets what is `given`."""
         for number in range(iteration, max(iteration, min(iteration + self._lag, self._last)) + 1):

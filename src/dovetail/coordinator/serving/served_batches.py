@@ -14,7 +14,8 @@ from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Stage
 from dovetail.protocol.wire import Arrays, pack
 
-KEPT = 4  # packed batches: those of a step, of the next one, and of an evaluation
+# At most so many bytes of packed batches are kept for ranks that ask later. The newest batch is always kept.
+KEPT_BYTES = 256 * 2**20
 
 
 class NotPrepared(RuntimeError):
@@ -47,13 +48,20 @@ class Batches:
         name = f"{key} {len(self.references)}" if stage.startswith(Stage.DPO) else key
         if name not in self._packed:
             self._packed[name] = asyncio.create_task(asyncio.to_thread(self._pack, key))
-            while len(self._packed) > KEPT:
-                self._packed.popitem(last=False)
         try:
-            return await asyncio.shield(self._packed[name])
+            found = await asyncio.shield(self._packed[name])
+            while self.buffered > KEPT_BYTES and len(self._packed) > 1:
+                self._packed.popitem(last=False)
+            return found
         except (LookupError, NotPrepared, ValueError):
             self._packed.pop(name, None)
             raise
+
+    @property
+    def buffered(self) -> int:
+        """The bytes of the packed batches in memory."""
+        done = (task for task in self._packed.values() if task.done() and task.exception() is None)
+        return sum(len(task.result()) for task in done)
 
     def _pack(self, key: str) -> bytes:
         arrays = self.arrays(key)
