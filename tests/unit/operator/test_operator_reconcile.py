@@ -371,6 +371,28 @@ def test_the_network_policy_outlives_the_job_until_its_pods_have_ended():
     assert not left_by(left, "other", "of-the-next")
 
 
+@pytest.mark.parametrize("role", ["trainer", "coordinator", "rollout"])
+def test_a_drain_of_two_trainers_ends(role):
+    """A trainer that was evicted has no other node, and training stands. The budget would refuse the next one for
+    ever. Rollouts still go one at a time."""
+    groups = [{"name": "train", "roles": ["trainer"], "replicas": 2}, {"name": "gen", "roles": ["rollout"]}]
+    cluster = running(groups=groups)
+
+    def needed():
+        return cluster.objects["PodDisruptionBudget", "demo"]["spec"]["minAvailable"]
+
+    assert needed() == 3
+    cluster.end(cluster.pod(role), 143, disrupted=True)
+    for _ in range(3):
+        cluster.reconcile()
+        cluster.step()
+    assert [pod["status"]["phase"] for pod in cluster.pods()].count("Pending") == 1
+    assert needed() == (3 if role == "rollout" else 0)
+    cluster.settle()
+    assert needed() == 3, "the gang is whole again"
+    assert cluster.look().apply == []
+
+
 def test_nothing_is_made_after_the_end():
     cluster = running(failurePolicy=restarting(0))
     cluster.end(cluster.pod("trainer"), 1, "died")

@@ -17,7 +17,7 @@ from dovetail.kube.resources import (
 )
 from dovetail.manifest.types import RLHFJob
 from dovetail.operator.operator_settings import OperatorSettings
-from dovetail.operator.reconcile.children import Children, Object, live
+from dovetail.operator.reconcile.children import Children, Object
 from dovetail.operator.render.context import RenderContext, digest
 from dovetail.operator.render.objects import SUPPORTING
 from dovetail.protocol.plan import Plan
@@ -39,7 +39,7 @@ class Look:
     room: Mapping[str, int]
     sizes: Mapping[str, int]
     started: bool
-    running: bool
+    whole: bool
     pods: frozenset[str]
     versions: Mapping[str, int]
 
@@ -48,7 +48,7 @@ class Look:
             self.renders_as(other)
             and self.sizes == other.sizes
             and self.started == other.started
-            and self.running == other.running
+            and self.whole == other.whole
             and self.pods == other.pods
             and self.versions == other.versions
         )
@@ -101,7 +101,7 @@ class Drift:
             return None
         if before.started and not look.started:
             kinds -= {CONFIG_MAP.kind}  # that of a running job is never changed
-        if before.sizes != look.sizes:
+        if (before.sizes, before.whole) != (look.sizes, look.whole):
             kinds -= {DISRUPTION_BUDGET.kind}
         if before.pods != look.pods:
             kinds -= {NETWORK_POLICY.kind}
@@ -115,9 +115,9 @@ class Drift:
         self._seen[look.uid] = look, frozenset(fine), all_fine
 
 
-def look_at(context: RenderContext, children: Children, started: bool, pods: Iterable[Object]) -> Look:
-    """The inputs of the comparison now. `started` says that the job has a JobSet. `pods` has those that nodes run."""
-    pods = list(pods)
+def look_at(context: RenderContext, children: Children, started: bool, whole: bool, pods: Iterable[Object]) -> Look:
+    """The inputs of the comparison now. `started` says that the job has a JobSet, and `whole` that its coordinator and
+    all its trainers run. `pods` has those that nodes run."""
     versions: dict[str, int] = {}
     for (kind, name), thing in sorted(children.objects.items(), key=lambda item: item[0]):
         if kind in KINDS:
@@ -135,7 +135,7 @@ def look_at(context: RenderContext, children: Children, started: bool, pods: Ite
         room=context.room,
         sizes=context.sizes,
         started=started,
-        running=any(pod["status"].get("phase") == "Running" for pod in live(pods)),
+        whole=whole,
         pods=frozenset(str(pod["metadata"]["uid"]) for pod in pods),
         versions=versions,
     )

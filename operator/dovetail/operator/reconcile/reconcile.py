@@ -13,7 +13,7 @@ from typing import Any
 
 from dovetail.kube import names
 from dovetail.kube.owners import controlled_by
-from dovetail.kube.resources import CONFIG_MAP, JOB, JOBSET, NETWORK_POLICY, POD, VOLUME_CLAIM
+from dovetail.kube.resources import CONFIG_MAP, DISRUPTION_BUDGET, JOB, JOBSET, NETWORK_POLICY, POD, VOLUME_CLAIM
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.status import GroupStatus, RLHFJobStatus
 from dovetail.manifest.types import RLHFJob, Role
@@ -44,6 +44,7 @@ from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import (
     WITH_PODS,
     jobset,
+    lifted,
     pods_changed,
     supporting_objects,
     surplus_jobs,
@@ -422,22 +423,31 @@ class _Reconciler:
         that, each new pod would change them again."""
         found: list[Object] = []
         pods = [p for p in self._children.of(POD.kind) if p.get("status", {}).get("phase") in ("Running", "Unknown")]
-        look = look_at(self._context, self._children, started := self._jobset is not None, pods)
+        whole = self._whole(pods)
+        look = look_at(self._context, self._children, started := self._jobset is not None, whole, pods)
         if (fine := self._seen.drift.fine(look)) is None:
             return found
         for thing in supporting_objects(self._context, but=fine):
             if (kind := thing["kind"]) == NETWORK_POLICY.kind:
                 thing = while_pods_live(thing, pods)
+            if kind == DISRUPTION_BUDGET.kind and not whole:
+                thing = lifted(thing)
             there = self._children.get(kind, thing["metadata"]["name"])
             fixed = kind == VOLUME_CLAIM.kind or (kind == CONFIG_MAP.kind and started)
             if there is None:
-                found += [thing] if look.running or kind not in WITH_PODS else []
+                found += [thing] if pods or kind not in WITH_PODS else []
             elif not fixed and not matches(thing, there) and not self._seen.drift.settled(thing, there):
                 found.append(thing)
             else:
                 fine.add(kind)
         self._seen.drift.found(look, fine, all_fine=not found)
         return found
+
+    def _whole(self, pods: list[Object]) -> bool:
+        """Whether the coordinator and all trainers run. `pods` has those that nodes run."""
+        trainers = (group for group in self._context.job.spec.groups if Role.TRAINER in group.roles)
+        wanted = 1 + sum(self._context.guaranteed(group) for group in trainers)
+        return sum(label(pod, names.GROUP_LABEL) not in self._rollouts() for pod in live(pods)) >= wanted
 
     def _changed(self, jobset: Object) -> bool:
         """Whether the user changed images, pod templates or the number of trainers since the JobSet was made. If only

@@ -34,6 +34,7 @@ __all__ = [
     "SUPPORTING",
     "WITH_PODS",
     "jobset",
+    "lifted",
     "network_policy",
     "pods_changed",
     "role",
@@ -141,6 +142,12 @@ def network_policy(context: RenderContext) -> Object:
         egress = [{"to": [{"podSelector": mine}]}, *context.settings.egress]
         spec |= {"policyTypes": ["Ingress", "Egress"], "egress": egress}
     return {**NETWORK_POLICY.type_meta, "metadata": context.metadata(context.name, "network"), "spec": spec}
+
+
+def lifted(budget: Object) -> Object:
+    """The budget of a job that has lost a trainer or its coordinator. Training has stopped then, so nothing is left to
+    protect. A drain of a node with two trainers would wait for ever, because the first one gets no other node."""
+    return budget | {"spec": budget["spec"] | {"minAvailable": 0}}
 
 
 def while_pods_live(policy: Object, pods: Sequence[Mapping[str, Any]]) -> Object:
