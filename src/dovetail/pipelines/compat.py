@@ -21,6 +21,8 @@ class kernel:  # noqa: N801 - a decorator
     Importing numba takes a second. A process that only reads or draws schedules does not wait for it. `plain` is the
     function in Python, with the same results."""
 
+    inlined = False
+
     def __init__(self, function: Callable[..., Any]) -> None:
         self.plain = function
         self.__doc__ = function.__doc__
@@ -31,7 +33,8 @@ class kernel:  # noqa: N801 - a decorator
             return self.plain
         from numba import njit
 
-        compiled: Callable[..., Any] = njit(cache=True, nogil=True, error_model="numpy")(self.plain)
+        options = {"cache": True, "nogil": True, "error_model": "numpy", "forceinline": self.inlined}
+        compiled: Callable[..., Any] = njit(**options)(self.plain)
         return compiled
 
     def __call__(self, *arguments: Any) -> Any:
@@ -58,3 +61,13 @@ class light_kernel(kernel):  # noqa: N801 - a decorator
             self._left -= orders.size
             return float(self.plain(orders, *arguments))
         return self.compiled(orders, *arguments)
+
+
+class part(kernel):  # noqa: N801 - a decorator
+    """A step of a kernel, which kernels alone call. It is compiled into them, because calls with many arrays would take
+    a quarter more time. An uncompiled kernel runs it uncompiled."""
+
+    inlined = True
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.plain(*arguments)

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dovetail.pipelines.compat import light_kernel
+from dovetail.pipelines.compat import light_kernel, part
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -62,6 +62,28 @@ def simulate_1f1b(forward: Floats, backward: Floats, latency: float = 0.0) -> Fl
     run_orders(orders, duration, before, after, number, number, never, (0.0,), latencies, False, finish)
     ends: Floats = finish[0, :W]
     return ends
+
+
+@part
+def opens(m, block, wait, step, closed, closing, n, far):  # type: ignore[no-untyped-def]
+    """When the mini-batch `block` of chunk m may begin: after the optimizer steps that it waits for. `far`: not yet
+    known."""
+    ready = 0.0
+    for other in range(len(step)):
+        need = wait[m, block, other]
+        if need > 0:
+            ready = far if closed[other, need - 1] < n else max(ready, closing[other, need - 1] + step[other])
+    return ready
+
+
+@part
+def _wake(x, queued, stack, top):  # type: ignore[no-untyped-def]
+    """Puts a rank on the stack, once. Returns the number of ranks on it."""
+    if queued[x]:
+        return top
+    queued[x] = True
+    stack[top] = x
+    return top + 1
 
 
 @light_kernel
@@ -107,6 +129,8 @@ def run_orders(  # type: ignore[no-untyped-def]
             q = count[x, code]
             if q >= total[c]:
                 return -1.0
+            if kind > 0 and count[x, code - 1] <= q:
+                break
             ready = 0.0
             wake = -1
             if kind == 0:
@@ -116,15 +140,8 @@ def run_orders(  # type: ignore[no-untyped-def]
                         break
                     ready = finish[before[c, x, 0], 0, prior, q] + latency[c, 0, x]
                 if q % group[c] == 0:
-                    blocked = False
-                    for other in range(chunks):
-                        need = wait[c, q // group[c], other]
-                        if need > 0:
-                            if closed[other, need - 1] < n:
-                                blocked = True
-                                break
-                            ready = max(ready, closing[other, need - 1] + step[other])
-                    if blocked:
+                    ready = max(ready, opens(c, q // group[c], wait, step, closed, closing, n, 1e300))
+                    if ready >= 1e300:
                         break
                 wake = after[c, x, 1]
             elif kind == 1:
@@ -133,12 +150,8 @@ def run_orders(  # type: ignore[no-untyped-def]
                     if count[onward, 3 * after[c, x, 0] + 1] <= q:
                         break
                     ready = finish[after[c, x, 0], 1, onward, q] + latency[c, 1, x]
-                if count[x, code - 1] <= q:
-                    break
                 ready = max(ready, finish[c, 0, x, q])
                 wake = before[c, x, 1]
-            elif count[x, code - 1] <= q:
-                break
             t = max(free[x], ready) + duration[c, kind, x, q]
             finish[c, kind, x, q] = t
             free[x] = t
@@ -146,20 +159,16 @@ def run_orders(  # type: ignore[no-untyped-def]
             place[x] += 1
             todo -= 1
             end = max(end, t)
-            if wake >= 0 and not queued[wake]:
-                queued[wake] = True
-                stack[top] = wake
-                top += 1
+            if wake >= 0:
+                top = _wake(wake, queued, stack, top)
             if kind == last_kind and (q + 1) % group[c] == 0:
                 k = q // group[c]
                 closed[c, k] += 1
                 closing[c, k] = max(closing[c, k], t)
                 if closed[c, k] == n:
                     for y in range(n):
-                        if not queued[y] and y != x:
-                            queued[y] = True
-                            stack[top] = y
-                            top += 1
+                        if y != x:
+                            top = _wake(y, queued, stack, top)
     return end if todo == 0 else -1.0
 
 

@@ -4,7 +4,35 @@ from __future__ import annotations
 
 import numpy as np
 
-from dovetail.pipelines.compat import kernel
+from dovetail.pipelines.compat import kernel, part
+from dovetail.pipelines.simulate import opens
+
+
+@part
+def _comes(m, kind, x, q, form, before, after, finish, latency, ready):  # type: ignore[no-untyped-def]
+    """When the pass has all that it needs of other passes. `ready`: when its mini-batch opens."""
+    onwards = 1 if form == 2 else 0
+    if kind > 0 and (form == 2 or after[m, x, 1] < 0):
+        ready = finish[m, kind - 1, x, q]
+    if kind == onwards:
+        prior = before[m, x, 1]
+        if prior >= 0:
+            ready = max(ready, finish[before[m, x, 0], kind, prior, q] + latency[m, 0, x])
+    elif kind == onwards + 1 and after[m, x, 1] >= 0:
+        ready = max(ready, finish[after[m, x, 0], kind, after[m, x, 1], q] + latency[m, 1, x])
+    return ready
+
+
+@part
+def _end_passes(t, running, free, memory, quiet, count, activation, release):  # type: ignore[no-untyped-def]
+    """Frees the ranks whose pass has ended at `t`."""
+    for x in range(len(running)):
+        if running[x] >= 0 and free[x] <= t:
+            code = running[x]
+            if code % 3 == release:
+                memory[x] -= activation[code // 3, x, count[x, code] - 1]
+            running[x] = -1
+            quiet[x] = -1.0
 
 
 @kernel
@@ -45,13 +73,7 @@ def list_schedule(  # type: ignore[no-untyped-def]
     t = 0.0
     end = 0.0
     while todo > 0:
-        for x in range(n):
-            if running[x] >= 0 and free[x] <= t:
-                code = running[x]
-                if code % 3 == release:
-                    memory[x] -= activation[code // 3, x, count[x, code] - 1]
-                running[x] = -1
-                quiet[x] = -1.0
+        _end_passes(t, running, free, memory, quiet, count, activation, release)
         upcoming = far
         for x in range(n):
             if running[x] >= 0:
@@ -73,28 +95,12 @@ def list_schedule(  # type: ignore[no-untyped-def]
                         continue
                     if kind > 0 and q >= count[x, code - 1]:
                         continue
+                    if kind == 0 and (held[x, m] >= room[x, m] or memory[x] + activation[m, x, q] > limit):
+                        continue
                     ready = 0.0
-                    if kind == 0:
-                        if held[x, m] >= room[x, m]:
-                            continue
-                        if memory[x] + activation[m, x, q] > limit:
-                            continue
-                        if q == opening[x, m]:
-                            for other in range(chunks):
-                                need = wait[m, block[x, m], other]
-                                if need > 0:
-                                    if closed[other, need - 1] < n:
-                                        ready = far
-                                    else:
-                                        ready = max(ready, closing[other, need - 1] + step[other])
-                    elif form == 2 or after[m, x, 1] < 0:
-                        ready = finish[m, kind - 1, x, q]
-                    if kind == onwards:
-                        prior = before[m, x, 1]
-                        if prior >= 0:
-                            ready = max(ready, finish[before[m, x, 0], kind, prior, q] + latency[m, 0, x])
-                    elif kind == backwards and after[m, x, 1] >= 0:
-                        ready = max(ready, finish[after[m, x, 0], kind, after[m, x, 1], q] + latency[m, 1, x])
+                    if kind == 0 and q == opening[x, m]:
+                        ready = opens(m, block[x, m], wait, step, closed, closing, n, far)
+                    ready = _comes(m, kind, x, q, form, before, after, finish, latency, ready)
                     if ready >= far:
                         continue
                     value = keys[m, kind, x, q]
@@ -158,6 +164,83 @@ def list_schedule(  # type: ignore[no-untyped-def]
     return end
 
 
+@part
+def _random_rule(base, slope, room, look, position, stages, unit):  # type: ignore[no-untyped-def]
+    """Fills a rule of `search_rules` with random numbers. Returns its patience and its lateness."""
+    n, codes = base.shape
+    span = 8 if n > 4 else 2 * n
+    for code in range(codes):
+        m = code // 3
+        constant = np.random.normal()
+        if code % 3 == 1 and np.random.random() < 0.5:
+            constant -= 3.0
+        if code % 3 == 2 and np.random.random() < 0.7:
+            constant += 3.0
+        by_progress = 3.0 * np.random.normal()
+        by_stage = np.random.normal()
+        for x in range(n):
+            base[x, code] = constant + by_stage * position[m, x] / stages[m]
+            slope[x, code] = by_progress
+        look[m, code % 3] = 0.0
+    if np.random.random() < 0.5:
+        for code in range(codes):
+            look[code // 3, code % 3] = np.random.random() * unit
+    for m in range(room.shape[1]):
+        extra = np.random.randint(-1, span)
+        for x in range(n):
+            room[x, m] = max(1, stages[m] - position[m, x] + extra)
+    patience = np.random.random() * 0.5 / unit
+    return patience, 3.0 * abs(np.random.normal())
+
+
+@part
+def _change_all(base, slope, room, look, position, stages, unit, patience, lateness):  # type: ignore[no-untyped-def]
+    """A change to all ranks. Returns the patience and the lateness."""
+    n, codes = base.shape
+    for code in range(codes):
+        m = code // 3
+        if np.random.random() < 0.3:
+            change = 0.3 * np.random.normal()
+            for x in range(n):
+                base[x, code] += change
+        if np.random.random() < 0.3:
+            change = 0.3 * np.random.normal()
+            for x in range(n):
+                slope[x, code] += change
+        if np.random.random() < 0.3:
+            change = 0.3 * np.random.normal()
+            for x in range(n):
+                base[x, code] += change * position[m, x] / stages[m]
+        if np.random.random() < 0.1:
+            look[m, code % 3] = max(0.0, look[m, code % 3] + (np.random.random() - 0.5) * unit)
+    for m in range(room.shape[1]):
+        if np.random.random() < 0.1:
+            shift = np.random.randint(-1, 2)
+            for x in range(n):
+                room[x, m] = max(1, room[x, m] + shift)
+    if np.random.random() < 0.1:
+        patience = abs(patience + 0.1 * np.random.normal() / unit)
+    if np.random.random() < 0.1:
+        lateness = abs(lateness + np.random.normal())
+    return patience, lateness
+
+
+@part
+def _change_some(base, slope, room):  # type: ignore[no-untyped-def]
+    """A change to a few ranks, because blocks of pipelines and bottlenecks need rules of their own."""
+    n, codes = base.shape
+    for _ in range(1 + np.random.randint(4)):
+        x = np.random.randint(n)
+        code = np.random.randint(codes)
+        chance = np.random.random()
+        if chance < 0.4:
+            base[x, code] += np.random.normal()
+        elif chance < 0.7:
+            slope[x, code] += np.random.normal()
+        else:
+            room[x, code // 3] = max(1, room[x, code // 3] + np.random.randint(-1, 2))
+
+
 @kernel
 def search_rules(  # type: ignore[no-untyped-def]
     duration, before, after, total, group, wait, step, latency, split, position, stages, activation, limit,
@@ -190,7 +273,6 @@ def search_rules(  # type: ignore[no-untyped-def]
     lateness = 0.0
     kept_patience = 0.0
     kept_lateness = 0.0
-    span = 8 if n > 4 else 2 * n
     for trial in range(tries):
         if stop[-1]:
             return best
@@ -200,28 +282,7 @@ def search_rules(  # type: ignore[no-untyped-def]
                     return best
         early = trial < 0.7 * tries
         if best > 1e299 or np.random.random() < (0.3 if early else 0.02):
-            for code in range(codes):
-                m = code // 3
-                constant = np.random.normal()
-                if code % 3 == 1 and np.random.random() < 0.5:
-                    constant -= 3.0
-                if code % 3 == 2 and np.random.random() < 0.7:
-                    constant += 3.0
-                by_progress = 3.0 * np.random.normal()
-                by_stage = np.random.normal()
-                for x in range(n):
-                    base[x, code] = constant + by_stage * position[m, x] / stages[m]
-                    slope[x, code] = by_progress
-                look[m, code % 3] = 0.0
-            if np.random.random() < 0.5:
-                for code in range(codes):
-                    look[code // 3, code % 3] = np.random.random() * unit
-            for m in range(chunks):
-                extra = np.random.randint(-1, span)
-                for x in range(n):
-                    room[x, m] = max(1, stages[m] - position[m, x] + extra)
-            patience = np.random.random() * 0.5 / unit
-            lateness = 3.0 * abs(np.random.normal())
+            patience, lateness = _random_rule(base, slope, room, look, position, stages, unit)
         else:
             base[:] = kept_base
             slope[:] = kept_slope
@@ -230,44 +291,9 @@ def search_rules(  # type: ignore[no-untyped-def]
             patience = kept_patience
             lateness = kept_lateness
             if early or np.random.random() < 0.3:
-                # A change to all ranks.
-                for code in range(codes):
-                    m = code // 3
-                    if np.random.random() < 0.3:
-                        change = 0.3 * np.random.normal()
-                        for x in range(n):
-                            base[x, code] += change
-                    if np.random.random() < 0.3:
-                        change = 0.3 * np.random.normal()
-                        for x in range(n):
-                            slope[x, code] += change
-                    if np.random.random() < 0.3:
-                        change = 0.3 * np.random.normal()
-                        for x in range(n):
-                            base[x, code] += change * position[m, x] / stages[m]
-                    if np.random.random() < 0.1:
-                        look[m, code % 3] = max(0.0, look[m, code % 3] + (np.random.random() - 0.5) * unit)
-                for m in range(chunks):
-                    if np.random.random() < 0.1:
-                        shift = np.random.randint(-1, 2)
-                        for x in range(n):
-                            room[x, m] = max(1, room[x, m] + shift)
-                if np.random.random() < 0.1:
-                    patience = abs(patience + 0.1 * np.random.normal() / unit)
-                if np.random.random() < 0.1:
-                    lateness = abs(lateness + np.random.normal())
+                patience, lateness = _change_all(base, slope, room, look, position, stages, unit, patience, lateness)
             else:
-                # A change to a few ranks, because blocks of pipelines and bottlenecks need rules of their own.
-                for _ in range(1 + np.random.randint(4)):
-                    x = np.random.randint(n)
-                    code = np.random.randint(codes)
-                    chance = np.random.random()
-                    if chance < 0.4:
-                        base[x, code] += np.random.normal()
-                    elif chance < 0.7:
-                        slope[x, code] += np.random.normal()
-                    else:
-                        room[x, code // 3] = max(1, room[x, code // 3] + np.random.randint(-1, 2))
+                _change_some(base, slope, room)
         for m in range(chunks):
             for kind in range(3 if split else 2):
                 code = 3 * m + kind
