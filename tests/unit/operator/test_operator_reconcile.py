@@ -1,6 +1,7 @@
 """`reconcile` on a fake cluster: a job's life, its ends, and what its status says of them."""
 
 import json
+import re
 from dataclasses import replace
 from datetime import timedelta
 
@@ -8,6 +9,7 @@ import pytest
 
 from dovetail.kube import names
 from dovetail.kube.owners import left_by
+from dovetail.manifest.describe.crd import crd
 from dovetail.operator.reconcile import progress
 from dovetail.operator.reconcile.progress import judged
 from dovetail.operator.reconcile.reconcile import PlanRefused, reconcile
@@ -369,6 +371,29 @@ def test_the_network_policy_outlives_the_job_until_its_pods_have_ended():
     assert left_by(left, "demo", "of-the-next")
     assert not left_by(left, "demo", cluster.document["metadata"]["uid"])
     assert not left_by(left, "other", "of-the-next")
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        ("spec", "spec.algorithm"),
+        ("queue", "waits for quota in queue team"),
+        ("nodes", "2 of 3 pods are ready; pod demo-gen-0"),
+        ("suspend", "spec.suspend is true"),
+    ],
+)
+def test_the_wide_view_says_why_a_job_waits(why, told):
+    (column,) = (c for c in crd()["spec"]["versions"][0]["additionalPrinterColumns"] if c["name"] == "Waits for")
+    (kind,) = re.fullmatch(r'\.status\.conditions\[\?\(@\.type=="(\w+)"\)\]\.message', column["jsonPath"]).groups()
+    cluster = a_cluster(**({"algorithm": "unknown"} if why == "spec" else {"suspend": why == "suspend"}))
+    if why == "queue":
+        cluster.queueing = True
+        cluster.document["metadata"]["labels"] = {names.QUEUE_LABEL: "team"}
+    cluster.settle()
+    if why == "nodes":
+        cluster.unschedulable(cluster.pod("rollout"))
+        cluster.reconcile()
+    assert told in cluster.condition(kind)["message"]
 
 
 @pytest.mark.parametrize("role", ["trainer", "coordinator", "rollout"])

@@ -611,7 +611,7 @@ def _refused(
     read, keeps its pods. Its user may still suspend it."""
     conditions.set("Planned", False, problem.reason, problem.message)
     for kind in ("Scheduled", "Running"):
-        conditions.set(kind, False, reasons.NOT_PLANNED)  # type: ignore[arg-type]
+        conditions.set(kind, False, reasons.NOT_PLANNED, problem.message)  # type: ignore[arg-type]
     conditions.set("Completed", False, reasons.IN_PROGRESS)
     delete, jobset = list[Ref](), _jobset(seen)
     if jobset is not None and (seen.document.get("spec") or {}).get("suspend") is True:

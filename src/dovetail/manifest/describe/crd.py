@@ -35,6 +35,7 @@ _COLUMNS = (
     ("Running", "string", '.status.conditions[?(@.type=="Running")].status', "Whether all processes work", 1),
     ("Completed", "string", '.status.conditions[?(@.type=="Completed")].status', "Whether all stages are done", 1),
     ("Reason", "string", '.status.conditions[?(@.type=="Failed")].reason', "Why the job failed", 1),
+    ("Waits for", "string", '.status.conditions[?(@.type=="Running")].message', "How many pods are ready, and why", 1),
     ("Suspended", "boolean", ".spec.suspend", "Whether the job may run", 1),
     ("Age", "date", ".metadata.creationTimestamp", "Since the job was created", 0),
 )
