@@ -413,7 +413,7 @@ def test_of_many_manifests_that_were_read_the_newest_are_kept(monkeypatch):
                 document["spec"]["groups"][0]["podTemplate"] = {"spec": {"nodeSelector": {"a": "x" * 30_000}}}
                 job, plan = await planner.planned(document, Children())
                 context = RenderContext(job, f"uid-{n}", plan, OperatorSettings())
-                drift.found(look_at(context, Children(), False, False), (), False)
+                drift.found(look_at(context, Children(), False, False, ()), (), False)
                 read.append(weakref.ref(job))
                 del job, context
             gc.collect()
