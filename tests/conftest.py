@@ -134,6 +134,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if named := sorted(names ^ (forked_workers.COLLECTED or names)):
         raise pytest.UsageError(f"{named[0]} is found once only; give parametrize a list, not an iterator")
     forked_workers.COLLECTED |= names
+    forked_workers.keep_path()
     gc.collect()
     gc.freeze()
     gc.enable()

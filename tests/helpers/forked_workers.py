@@ -20,8 +20,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-# The names of the tests that this process has found.
+# The names of the tests that this process has found, and the sys.path that their files have extended.
 COLLECTED: set[str] = set()
+PATH: list[str] = []
+
+
+def keep_path() -> None:
+    """After the collection. xdist gives a worker the path of pytest's main process, and a forked one doesn't import the
+    files again."""
+    sys.path[:] = PATH or sys.path
+    PATH[:] = sys.path
 
 
 def begin(config: Any, specs: list[Any]) -> None:

@@ -17,6 +17,9 @@ from helpers import forked_workers
 
 def pytest_xdist_setupnodes(config, specs):
     forked_workers.begin(config, specs)
+
+def pytest_collection_finish():
+    forked_workers.keep_path()
 """
 FILE = """
 import os, sys, threading, time
@@ -26,6 +29,7 @@ import pytest
 IMPORTED = os.getpid()
 HERE = Path(__file__).parent
 open(HERE / "imports", "a").write("one\\n")
+sys.path.insert(0, str(HERE / "more"))
 
 @pytest.mark.parametrize("number", range(6))
 def test_forked(number, tmp_path):
@@ -33,6 +37,7 @@ def test_forked(number, tmp_path):
     assert os.getpid() != IMPORTED
     assert os.environ["PYTEST_XDIST_WORKER"] in str(tmp_path)
     assert os.read(0, 1) == b""
+    assert str(HERE / "more") in sys.path
 
 def test_dies():
     os._exit(3)
