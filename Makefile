@@ -24,7 +24,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help docs install tools demo drill test test-fast test-nightly same-bits lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-race bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-batches bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu test-gpu clean
+.PHONY: help docs install tools demo drill test test-fast test-nightly same-bits lint format generate families requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-race bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-batches bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu test-gpu clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images images-push
 
 help: ## Show the targets
@@ -85,6 +85,9 @@ format: install ## Format the code
 
 generate: install ## Write the CRD, the JSON schema and the pages of the reference anew
 	$(BIN)/python hack/generate.py
+
+families: install ## Derive and prove all model types of transformers, or TYPES="...", and write the table
+	OMP_NUM_THREADS=1 $(BIN)/python hack/families.py $(TYPES)
 
 docs: install ## Build the documentation site into build/site; a broken link is an error
 	$(BIN)/mkdocs build --strict --quiet

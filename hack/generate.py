@@ -56,6 +56,7 @@ FILES: dict[str, Callable[[], str]] = {
     "docs/cli.md": lambda: _pages().cli_page(),
     "docs/python.md": lambda: _pages().python_page(ROOT),
     "docs/examples.md": lambda: _pages().examples_page(ROOT),
+    "docs/models.md": lambda: _pages().models_page(ROOT),
     "docs/chart.md": lambda: _pages().chart_page(readme()),
 }
 

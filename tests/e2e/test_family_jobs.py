@@ -59,11 +59,28 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen2": (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     "phi3": (1, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2, "sliding_window": 8}),
     "gpt_neox": (2, {**PLAIN, "intermediate_size": 96}),
+    **dict.fromkeys(
+        ("olmo2", "olmo3", "smollm3", "glm4", "ministral3", "ernie4_5", "arcee", "exaone4", "seed_oss", "cohere2"),
+        (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2}),
+    ),
+    # Factors that change the embedding, the attention, the sums and the logits.
+    "granite": (
+        2,
+        {
+            **PLAIN,
+            "intermediate_size": 96,
+            "num_key_value_heads": 2,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
     "opt": (2, {**LEARNT, "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.1, "tie_word_embeddings": True}),
 }
 ROUNDED = ("qwen3_moe",)
-# Experts, routed again. The passes of all are in tests/unit/models.
-ALWAYS = ("qwen3_moe",)
+# Experts, routed again; factors; and vLLM's Transformers backend. The passes of all are in tests/unit/models.
+ALWAYS = ("qwen3_moe", "granite", "olmo3")
 # Responses of random weights are told apart by it.
 VARIETY = """
 def score(prompts, responses, **fields):

@@ -18,6 +18,7 @@ from dovetail.cli.doctor_command import doctor
 from dovetail.cli.export_command import export
 from dovetail.cli.init_command import init
 from dovetail.cli.manifests import explain, validate
+from dovetail.cli.model_command import model
 from dovetail.cli.planning import plan
 from dovetail.cli.profile_command import profile
 from dovetail.cli.push_command import push
@@ -143,6 +144,7 @@ COMMANDS = (
     schedule,
     profile,
     doctor,
+    model,
     explain,
     debug,
     version,

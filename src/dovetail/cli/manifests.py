@@ -23,7 +23,8 @@ from dovetail.protocol.process.extras import require
 @click.option(
     "--deep",
     is_flag=True,
-    help="Read every record of the data, load the tokenizer, call the reward functions on two prompts, and count GPUs.",
+    help="Read every record of the data, load the tokenizer, call the reward functions on two prompts, count GPUs, and "
+    "prove the models on small copies.",
 )
 def validate(manifest: Path, overrides: tuple[str, ...], deep: bool) -> None:
     """Check a manifest without running it.

@@ -44,9 +44,9 @@ class Linear:
 class ModelShape:
     """The sizes of a model. `queries`, `keys`: the width of all query heads, and of all key (or value) heads.
     `embedding`: the width of the token embedding if it is not `hidden` (some OPT models), else 0. `positions`: the rows
-    of a learnt position table. `windowed`: how many layers attend only to the last `window` tokens. `experts`: the
-    experts of a layer. With 0 it has an MLP. `chosen`: the experts that a token gets. `intermediate`: the inner width
-    of the MLP or of one expert."""
+    of a learnt position table. `biases`: the fields of config.json that ask for biases. `windowed`: how many layers
+    attend only to the last `window` tokens. `experts`: the experts of a layer. With 0 it has an MLP. `chosen`: the
+    experts that a token gets. `intermediate`: the inner width of the MLP or of one expert."""
 
     family: str
     layers: int
@@ -57,8 +57,7 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     tied: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
+    biases: tuple[str, ...] = ()
     embedding: int = 0
     positions: int = 0
     final_norm: bool = True
@@ -70,14 +69,14 @@ class ModelShape:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
         """Reads the sizes from a model's `config.json`. Raises ShapeError."""
-        if (why := problem(config, MODEL_FAMILIES)) is not None:
+        if (why := problem(config)) is not None:
             raise ShapeError(why)
         family = MODEL_FAMILIES[config["model_type"]]
         hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
         ends = config.get("do_layer_norm_before", True) and not config.get("_remove_final_layer_norm", False)
         narrow = family.embedding_field
         width = hidden if narrow is None else config.get(narrow) or hidden
-        attention, mlp = (bool(config.get(name, family.bias_default)) for name in family.bias_fields)
+        asked = {part.bias: config.get(part.bias, family.defaults.get(part.bias, False)) for part in family.linears}
         experts = family.experts
         count = None if experts is None else next((n for n in experts.count if n in config), experts.count[0])
         return cls(
@@ -90,11 +89,10 @@ class ModelShape:
             head_dim=int(config.get("head_dim") or family.head_dim or hidden // heads),
             vocabulary=_whole(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", family.tied)),
-            attention_bias=attention,
-            mlp_bias=mlp,
+            biases=tuple(name for name, there in asked.items() if there),
             embedding=int(width) if width != hidden else 0,
             positions=_whole(config, "max_position_embeddings") + 2 if family.learnt_positions else 0,
-            final_norm=bool(ends) if family.layer_norm else True,
+            final_norm=bool(ends),
             windowed=family.windowed(config),
             window=int(config.get("sliding_window") or family.defaults.get("sliding_window") or 0),
             experts=0 if count is None else _whole(config, count),
@@ -114,9 +112,9 @@ class ModelShape:
         """The linear layers of one block, without experts."""
         widths = {"hidden": self.hidden, "queries": self.queries, "keys": self.keys, "inner": self.intermediate}
         widths |= {"attention": self.queries + 2 * self.keys, "gates": 2 * self.intermediate}
-        biases = {"attention": self.attention_bias, "mlp": self.mlp_bias, "always": True, "never": False}
+        biases = {"always", *self.biases}
         return tuple(
-            Linear(part.name, widths[part.inputs], widths[part.outputs], biases[part.bias], part.split)
+            Linear(part.name, widths[part.inputs], widths[part.outputs], part.bias in biases, part.split)
             for part in MODEL_FAMILIES[self.family].linears
         )
 
@@ -140,7 +138,8 @@ class ModelShape:
         norms."""
         family = MODEL_FAMILIES[self.family]
         linear = sum(each.parameters(tp) for each in self.linears)
-        norms = family.norms * (1 + family.layer_norm) * self.hidden + len(family.head_norms) * self.head_dim
+        widths = {"head": self.head_dim, "queries": self.queries, "keys": self.keys}
+        norms = family.norms * family.norm_vectors * self.hidden + sum(widths[w] for w in family.head_norms.values())
         return linear + norms + self.heads * family.sinks + _expert_parameters(self)
 
     def embedding_parameters(self, tp: int = 1) -> int:
@@ -151,7 +150,7 @@ class ModelShape:
     def head_parameters(self, head: Head, tied_here: bool = False, tp: int = 1) -> int:
         """The parameters after the last block, on one of `tp` tensor-parallel ranks. `tied_here`: the head's weight is
         the embedding, which is on the same rank."""
-        norm = (1 + MODEL_FAMILIES[self.family].layer_norm) * self.hidden * self.final_norm
+        norm = MODEL_FAMILIES[self.family].norm_vectors * self.hidden * self.final_norm
         width = self.embedding or self.hidden
         vocabulary = 0 if tied_here or head == "value" else self.vocabulary * width // tp
         return norm + self.embedding * self.hidden + vocabulary + (0 if head == "lm" else width)
@@ -175,8 +174,8 @@ class ModelShape:
         """The bytes that autograd keeps of one block for one token, on one of `tp` tensor-parallel ranks. Attention
         runs in a fused kernel (scaled_dot_product_attention) if the family has one. `itemsize`: bytes of a number.
 
-        - Norms: each keeps its input in float32, the normalised input and the scaled input. LayerNorm keeps less than
-          the RMSNorms of transformers.
+        - Norms: each keeps its input in float32, the normalised input and the scaled input. torch's own LayerNorm, with
+          a bias or without any weight, keeps less than the RMSNorms of transformers.
         - Attention: queries, keys, values, the output, and a float32 number for each head. If one layer makes queries,
           keys and values, all three are kept as long as the values are.
         - MLP: its inner tensors, which are gate, its activation, up and their product, or as many as the family says.
@@ -186,7 +185,7 @@ class ModelShape:
         family = MODEL_FAMILIES[self.family]
         fused_kernel = not (family.bounded_scores or family.sinks)
         attention = (2 * q + 2 * k) * b + fused_kernel * 4 * self.heads / tp
-        norms = family.norms * (2 * h * b + 2 * b if family.layer_norm else h * (4 + 2 * b) + 4)
+        norms = family.norms * (2 * h * b + 2 * b if family.norm_vectors != 1 else h * (4 + 2 * b) + 4)
         each_head = (q + k) * (4 + b) + 4 * (self.heads + self.kv_heads) / tp if family.head_norms else 0.0
         norms -= h * b * family.side_by_side
         fused = (q + k) * b * any(part.outputs == "attention" for part in family.linears)

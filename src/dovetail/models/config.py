@@ -10,16 +10,6 @@ from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import problem
 from dovetail.protocol.messages import ModelRef
 
-_DROPOUTS = (
-    "dropout",
-    "attention_dropout",
-    "activation_dropout",
-    "layerdrop",
-    "hidden_dropout",
-    "resid_pdrop",
-    "embd_pdrop",
-)
-
 
 class ModelError(ValueError):
     """A model folder or configuration cannot be used. The message is one sentence for the user."""
@@ -39,7 +29,7 @@ def load_config(ref: ModelRef) -> Any:
 def check_config(config: Any, where: str) -> None:
     """Raise `ModelError` if stages cannot compute the model (`dovetail.manifest.model_families.support`). `where` names
     the model in the message."""
-    if (why := problem(config.to_dict(), MODEL_FAMILIES)) is not None:
+    if (why := problem(config.to_dict())) is not None:
         raise ModelError(f"{where}: {why}")
 
 
@@ -47,8 +37,8 @@ def without_dropout(config: Any) -> Any:
     """A copy of the configuration whose dropout rates are 0. Policy ratios compare two passes over the same tokens, so
     these passes must agree."""
     copy = type(config).from_dict(config.to_dict())
-    for name in _DROPOUTS:
-        if getattr(copy, name, None):
+    for name, rate in copy.to_dict().items():
+        if isinstance(rate, float) and name.endswith(("dropout", "drop", "dropout_prob")):
             setattr(copy, name, 0.0)
     return copy
 
@@ -78,7 +68,7 @@ def _from_folder(path: Path, trust_remote_code: bool) -> Any:
     if not (path / "config.json").is_file():
         raise ModelError(f"{path}: not a Hugging Face model folder: config.json is missing")
     try:
-        why = problem(json.loads((path / "config.json").read_text()), MODEL_FAMILIES)
+        why = problem(json.loads((path / "config.json").read_text()))
     except (ValueError, AttributeError) as error:
         raise ModelError(f"{path}/config.json: not valid JSON: {error}") from error
     if why is not None:

@@ -225,6 +225,8 @@ class PipelineStage(nn.Module):
     def _embed(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         body = self.body
         hidden: Tensor = getattr(body, self.family.embedding)(tokens)
+        if self.family.embedding_factor is not None:
+            hidden = hidden * getattr(self.config, self.family.embedding_factor)
         if not self.family.learnt_positions:
             return hidden
         if longest > self.config.max_position_embeddings:
@@ -251,6 +253,9 @@ class PipelineStage(nn.Module):
 
     def _predicted(self, hidden: Tensor, predictions: Predictions | None) -> Tensor | Predicted:
         head = self.lm_head if hasattr(self, "lm_head") else getattr(self.body, self.family.embedding)
+        if self.family.logit_factor is not None:
+            factor = getattr(self.config, self.family.logit_factor)
+            hidden = hidden / factor if self.family.logit_factor == "logits_scaling" else hidden * factor
         bound = getattr(self.config, self.family.softcap, None) if self.family.softcap else None
         vocabulary = Vocabulary(head.weight, bound)
         return vocabulary.logits(hidden) if predictions is None else predict(hidden, vocabulary, predictions)

@@ -1,10 +1,13 @@
 """The checks of `dovetail validate --deep`. They read every line of the data, load the tokenizer, call the user's
-functions and count the GPUs. They load no weights. They download only the small files of a hub's model."""
+functions, count the GPUs and prove the models on small copies. They load no weights. They download only the small files
+of a hub's model."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from dovetail.coordinator.samples.evaluation_metrics import EvaluationMetrics
 from dovetail.gpus.nvidia_driver import Device, driver_devices
 from dovetail.launch.processes import gpu_slots
 from dovetail.manifest.fixed_names import DataKind
-from dovetail.manifest.types import DataSource, RLHFJob, RLHFJobSpec, Stage
+from dovetail.manifest.types import DataSource, RLHFJob, RLHFJobSpec, ScratchModel, Stage
 from dovetail.protocol.plan import Plan
 from dovetail.tools.data_look import DataLook, look, look_at_hub
 from dovetail.tools.doctor.finding import Finding
@@ -59,6 +62,7 @@ def check_deeply(job: RLHFJob, plan: Plan, folder: Path, scratch: Path) -> Itera
     except DataError as error:
         yield Finding("tokenizer", "problem", str(error))
         return
+    yield from _proved(sources, scratch / "proofs")
     if given is not None:
         yield _tokenizer_found(given)
         actor = sources["actor"]
@@ -82,6 +86,32 @@ def check_deeply(job: RLHFJob, plan: Plan, folder: Path, scratch: Path) -> Itera
         return
     if Stage.PPO in spec.stages:
         yield from _functions(spec, prepared, folder)
+
+
+def _proved(sources: Mapping[str, Path | ScratchModel], scratch: Path) -> Iterator[Finding]:
+    """Whether Dovetail computes a small copy of each model rightly. Models of equal configurations are proved once."""
+    if find_spec("torch") is None:
+        yield Finding("models", "skipped", "torch is not installed here, so no model was proved")
+        return
+    from dovetail.protocol.messages import ModelRef
+    from dovetail.tools.model_check import prove_model
+
+    done: list[Path | ScratchModel] = []
+    for name, source in sources.items():
+        if source in done:
+            continue
+        done.append(source)
+        if isinstance(source, Path):
+            ref = ModelRef(head="lm", path=str(source))
+        else:
+            made = {"vocab_size": 96, **source.config}
+            ref = ModelRef(head="lm", scratch=source.model_copy(update={"config": made}))
+        found = prove_model(ref, scratch / name)
+        wrong = next((f for f in found if f.state in ("problem", "warning")), None)
+        if wrong is not None:
+            yield replace(wrong, check=name, says=f"spec.models.{name}.source: {wrong.says}")
+        else:
+            yield Finding(name, "ok", f"a small copy of its model is computed rightly ({len(found)} checks)")
 
 
 def gpus_found(job: RLHFJob, plan: Plan, devices: Sequence[Device]) -> Finding:

@@ -94,6 +94,7 @@ def test_help_lists_every_command():
         "schedule",
         "profile",
         "doctor",
+        "model",
         "explain",
         "debug",
         "version",

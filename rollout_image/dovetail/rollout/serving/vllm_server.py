@@ -87,7 +87,7 @@ class VLLM:
         found = installed()
         if found is not None and (problem := version_problem(found[1])):
             return problem
-        if plan.job.spec.ppo.routing_replay and (error := replay_error(plan.config, MODEL_FAMILIES)):
+        if plan.job.spec.ppo.routing_replay and (error := replay_error(plan.config)):
             return error
         return cpu_head_error(plan.config) if plan.on_cpu else None
 

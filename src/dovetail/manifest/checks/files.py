@@ -212,7 +212,7 @@ def _experts(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
                 "remove it."
             )
     if Stage.PPO in spec.stages and spec.ppo.routing_replay:
-        error = replay_error({"model_type": _family_name(spec, "actor", base)}, MODEL_FAMILIES)
+        error = replay_error({"model_type": _family_name(spec, "actor", base)})
         if error is not None:
             yield error
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import problem
 
 INDEX = "model.safetensors.index.json"
@@ -36,7 +35,7 @@ def folder_problems(folder: Path) -> Iterator[str]:
         yield f"{config} cannot be read: {read}"
     elif not isinstance(read, dict) or "model_type" not in read:
         yield f"{config} names no model_type; it is not a model's configuration"
-    elif (why := problem(read, MODEL_FAMILIES)) is not None:
+    elif (why := problem(read)) is not None:
         yield f"{folder}: {why}"
     try:
         if not headers(folder):

@@ -6,41 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# The widths of a layer are those of the hidden states, all query heads, all key (or value) heads, and the MLP's inner
-# states. For fused layers they are queries, keys and values together, and gate and up together.
-Width = Literal["hidden", "queries", "keys", "inner", "attention", "gates"]
+# The widths of a layer are those of the hidden states, all query heads, all key (or value) heads, the MLP's inner
+# states, and one head. For fused layers they are queries, keys and values together, and gate and up together.
+Width = Literal["hidden", "queries", "keys", "inner", "attention", "gates", "head"]
 
 
 @dataclass(frozen=True)
 class LinearPart:
     """A linear layer of a decoder layer, by transformers' name. `split` is the side that tensor-parallel ranks share,
-    "out" (columns) or "in" (rows). It is None if they cannot share it. `bias` names the field of the configuration that
-    says whether it has a bias (`ModelFamily.bias_fields`), or is "always" or "never"."""
+    "out" (columns) or "in" (rows). It is None if they cannot share it. `bias` is the field of config.json that says
+    whether it has a bias, or "always" or "never"."""
 
     name: str
     inputs: Width
     outputs: Width
     split: Literal["out", "in"] | None
-    bias: Literal["attention", "mlp", "always", "never"]
-
-
-def attention_parts(
-    output: str = "o_proj", inputs_bias: Literal["attention", "always"] = "attention"
-) -> tuple[LinearPart, ...]:
-    """Queries, keys, values and the output of attention."""
-    return (
-        LinearPart("q_proj", "hidden", "queries", "out", inputs_bias),
-        LinearPart("k_proj", "hidden", "keys", "out", inputs_bias),
-        LinearPart("v_proj", "hidden", "keys", "out", inputs_bias),
-        LinearPart(output, "queries", "hidden", "in", "attention"),
-    )
-
-
-GATED_MLP = (
-    LinearPart("gate_proj", "hidden", "inner", "out", "mlp"),
-    LinearPart("up_proj", "hidden", "inner", "out", "mlp"),
-    LinearPart("down_proj", "inner", "hidden", "in", "mlp"),
-)
+    bias: str
 
 
 # The names of each expert's three matrices in files, by the name of the parameter that holds them for all experts.
@@ -76,18 +57,19 @@ class ModelFamily:
     a configuration leaves a size out. `linears` has the linear layers of a decoder layer, in order.
 
     These are names of fields in config.json: `inner_field` is the MLP's inner width. `embedding_field` is the width of
-    the token embedding, if it may differ from the hidden width. `bias_fields` say whether attention and MLP have
-    biases, and `bias_default` holds if they are absent. `softcap` is the bound of logits. If the configuration does not
-    say it, `tied` says whether head and embedding share one weight, and `head_dim` is the width of a head (hidden /
-    heads if it is None). `grouped` says that there may be fewer key heads than query heads.
+    the token embedding, if it may differ from the hidden width. `softcap` is the bound of logits. `embedding_factor`
+    multiplies the embedding. `logit_factor` multiplies the logits (`logit_scale`), or divides them (`logits_scaling`).
+    If the configuration does not say it, `tied` says whether head and embedding share one weight, and `head_dim` is the
+    width of a head (hidden / heads if it is None). `grouped` says that there may be fewer key heads than query heads.
 
     The parts of the model: `body` is the module that holds embedding and layers. `entry` are its parts besides the
     embedding before the first layer. `exits` are its parts after the last layer, in the order of use. `embedding` is
-    the token embedding. `layer_norm` says that norms have a bias. `norms` has the norms of a layer, except those of
-    heads. `norm_offset` says that 1 is added to a norm's weight. `head_norms` names the norms of each query and key
-    head. `learnt_positions` says that the model has a table of positions in place of rotary ones. `saved_head` is the
-    name of the vocabulary projection in files. `sinks` says that each head has a learnt score that takes a part of its
-    attention. `bounded_scores` says that tanh bounds attention's scores. `experts` replace the MLP.
+    the token embedding. `norm_vectors` is the number of a norm's parameters: 2 if it has a bias, 0 if it has no weight.
+    `norms` is the number of norms of a layer, except those in attention. `norm_offset` says that 1 is added to a norm's
+    weight. `head_norms` are the norms of queries and keys, with their widths. `learnt_positions` says that the model
+    has a table of positions in place of rotary ones. `saved_head` is the name of the vocabulary projection in files.
+    `sinks` says that each head has a learnt score that takes a part of its attention. `bounded_scores` says that tanh
+    bounds attention's scores. `experts` replace the MLP.
 
     `windows` says which layers attend only to `sliding_window` tokens, if config.json has no `layer_types`. They are
     all layers, or all except every n-th one (n is `sliding_window_pattern`, or this number). With "never", models with
@@ -102,11 +84,9 @@ class ModelFamily:
     name: str
     classes: str
     defaults: Mapping[str, Any]
-    linears: tuple[LinearPart, ...] = field(default_factory=lambda: (*attention_parts(), *GATED_MLP))
+    linears: tuple[LinearPart, ...]
     inner_field: str = "intermediate_size"
     embedding_field: str | None = None
-    bias_fields: tuple[str, str] = ("attention_bias", "mlp_bias")
-    bias_default: bool = False
     tied: bool = False
     grouped: bool = True
     head_dim: int | None = None
@@ -114,8 +94,8 @@ class ModelFamily:
     body: str = "model"
     entry: tuple[str, ...] = ()
     exits: tuple[str, ...] = ("norm",)
-    layer_norm: bool = False
-    head_norms: tuple[str, ...] = ()
+    norm_vectors: int = 1
+    head_norms: Mapping[str, Width] = field(default_factory=dict)
     learnt_positions: bool = False
     embedding: str = "embed_tokens"
     norms: int = 2
@@ -123,6 +103,8 @@ class ModelFamily:
     saved_head: str = "lm_head"
     windows: Literal["never", "all"] | int = "never"
     softcap: str | None = None
+    embedding_factor: str | None = None
+    logit_factor: str | None = None
     sinks: bool = False
     bounded_scores: bool = False
     experts: Experts | None = None

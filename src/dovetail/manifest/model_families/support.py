@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from dovetail.manifest.model_families.family import ModelFamily
+from dovetail.manifest.model_families import MODEL_FAMILIES, REFUSED, ModelFamily
 
 # The frequencies of these rotary types depend on the longest sequence of the batch. So a token's output would depend on
 # the lengths of other sequences, and differ between trainer, scorer and rollout.
 _ROPES = ("dynamic", "longrope", "su")
 _KINDS = {"full_attention", "sliding_attention"}
-# The reasons why families that look like supported ones are not supported.
-_REFUSED = {"phi": "Phi-1.5 and Phi-2: vLLM loses the bias of their head when new weights arrive"}
 
 
-def problem(config: Mapping[str, Any], families: Mapping[str, ModelFamily]) -> str | None:
+def problem(config: Mapping[str, Any]) -> str | None:
     """The reason why a `config.json` cannot be used, and what to do. It is a clause without the model's name and
     without a full stop. None if it can be used."""
-    kind = config.get("model_type")
-    family = families.get(str(kind))
+    kind = str(config.get("model_type"))
+    family = MODEL_FAMILIES.get(kind)
     if family is None:
-        why = _foreign(config)
-        return f"model type {kind!r} is not supported{why}; use one of {', '.join(families)}"
+        why = _foreign(config) or (f" ({REFUSED[kind]})" if kind in REFUSED else "")
+        return f"model type {kind!r} is not supported{why}; docs/models.md names those that are"
     if config.get("quantization_config") is not None:
         return "quantised weights cannot be trained; use the model's original weights"
     if (rope := next((r for r in _rope_types(config) if r in _ROPES), None)) is not None:
@@ -40,11 +38,11 @@ def problem(config: Mapping[str, Any], families: Mapping[str, ModelFamily]) -> s
     return None
 
 
-def replay_error(config: Mapping[str, Any], families: Mapping[str, ModelFamily]) -> str | None:
+def replay_error(config: Mapping[str, Any]) -> str | None:
     """A sentence that says why `ppo.routingReplay` does not work with an actor of this `config.json`. None if it
     does."""
     kind = config.get("model_type")
-    family = families.get(str(kind))
+    family = MODEL_FAMILIES.get(str(kind))
     if family is None or family.experts is not None:
         return None
     return f"spec.ppo.routingReplay is for models with experts, and {kind} models have none; remove it."
@@ -63,8 +61,6 @@ def _has_windows(config: Mapping[str, Any]) -> bool:
 
 
 def _foreign(config: Mapping[str, Any]) -> str:
-    if (why := _REFUSED.get(str(config.get("model_type")))) is not None:
-        return f" ({why})"
     if config.get("is_encoder_decoder"):
         return " (it has an encoder, and Dovetail trains decoders)"
     if any(config.get(name) is not None for name in ("vision_config", "audio_config", "text_config")):

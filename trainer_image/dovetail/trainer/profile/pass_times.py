@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dovetail.models import Outputs, PipelineStage, load_config
+from dovetail.models.derive import resized
 from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.files.machine_profile import ModelTimes, PassTimes
 from dovetail.protocol.messages import ModelRef
@@ -39,7 +40,7 @@ def measure_model(
     Each micro-batch has as many sequences as `micro_batches` says, each of `tokens` tokens. One layer represents all
     layers. Raises ModelError for a model that cannot be used."""
     config = load_config(ref)
-    short = _three_layers(config)
+    short = resized(config, _STAGES)
     results: dict[str, list[PassTimes]] = {"embedding": [], "layer": [], "head": []}
     stages = [_stage(short, ref, rank, device, dtype) for rank in range(_STAGES)]
     for size in micro_batches:
@@ -65,12 +66,6 @@ def measure_model(
         layer_times=results["layer"],
         head_times=results["head"],
     )
-
-
-def _three_layers(config: Any) -> Any:
-    fields = {**config.to_dict(), "num_hidden_layers": _STAGES}
-    fields.pop("layer_types", None)
-    return type(config).from_dict(fields)
 
 
 def _stage(config: Any, ref: ModelRef, rank: int, device: torch.device, dtype: torch.dtype) -> PipelineStage:

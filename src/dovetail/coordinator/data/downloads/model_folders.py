@@ -44,7 +44,7 @@ def resolve(source: ModelSource, name: str, base_dir: Path, hub: Hub, trust_remo
             "them"
         )
     config = read_json(folder / "config.json")  # loading the model reports a file that is not JSON
-    if isinstance(config, dict) and "model_type" in config and (why := problem(config, MODEL_FAMILIES)) is not None:
+    if isinstance(config, dict) and "model_type" in config and (why := problem(config)) is not None:
         raise DataError(f"{where}: {repository}: {why}")
     return folder
 

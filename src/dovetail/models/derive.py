@@ -1,0 +1,297 @@
+"""Derives the facts about a family (`dovetail.manifest.model_families`) from transformers' own configuration and model
+classes. The models are built on the meta device from small copies of a configuration.
+
+`make families` writes the facts of all types that pass the proof into the table, because the operator and the planner
+read them without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dovetail.manifest.model_families import MODEL_FAMILIES, Experts, LinearPart, ModelFamily
+from dovetail.manifest.model_families.family import Width
+from dovetail.models.config import ModelError
+
+# Sizes of which no two are equal, so that a width says which field it comes from.
+_SIZES = {
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "ffn_dim": 216,
+    "moe_intermediate_size": 56,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 20,
+    "word_embed_proj_dim": 88,
+    "vocab_size": 104,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "sliding_window": 8,
+}
+_INNER = ("intermediate_size", "ffn_dim", "moe_intermediate_size")
+_LAYERS = 12
+# What transformers says nowhere.
+_ONLY_KNOWN: dict[str, dict[str, Any]] = {
+    # The names of the fields that only this family had in Transformers 4.
+    "gpt_neox": {
+        "rotary_fields": {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
+        "saved_head": "embed_out",
+    },
+    # These experts are not saved one by one, and their weights are a softmax over the chosen ones.
+    "gpt_oss": {
+        "experts": Experts(inner="intermediate_size", router="router", over_chosen=True, bias=True, matrices={})
+    },
+}
+
+
+def resized(config: Any, layers: int, **sizes: Any) -> Any:
+    """A copy of `config` with the first `layers` layers and other sizes. It has only the sizes that `config` has
+    itself, and keeps the pattern of the layers."""
+    known = config.to_dict()
+    if "num_hidden_layers" not in known:
+        raise ModelError("its configuration has no field num_hidden_layers")
+    fields = {**known, **{name: value for name, value in sizes.items() if name in known}, "num_hidden_layers": layers}
+    before = known["num_hidden_layers"]
+    for name, value in known.items():  # one entry for each layer
+        if isinstance(value, list) and len(value) == before and "layer" in name:
+            fields[name] = (value * (layers // before + 1))[:layers]
+    return type(config).from_dict(fields)
+
+
+def whole_model(config: Any, **options: Any) -> Any:
+    """transformers' language model of a configuration, on the meta device. Raises ModelError."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    except Exception as error:  # configurations of users make the classes raise many kinds of errors
+        raise ModelError(f"transformers cannot build the model: {str(error).splitlines()[0]}") from error
+
+
+def derive_family(config: Any) -> ModelFamily:
+    """The facts about the family of `config`, except what autograd keeps (`kept`, `partial_rotary`, `side_by_side`),
+    which must be measured. Raises ModelError if stages cannot compute such a model."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    )
+
+    kind = config.model_type
+    plain = type(config)()  # what the class itself says of fields that a configuration leaves out
+    known = plain.to_dict()
+    small = resized(plain, _LAYERS, **_SIZES)
+    whole = whole_model(small)
+    path, body = _body(whole, kind)
+    parts = {name: part for name, part in body.named_children() if name != "layers"}
+    embedding = next(name for name, part in parts.items() if isinstance(part, nn.Embedding))
+    norms = tuple(name for name, part in parts.items() if _is_norm(part))
+    entry, ends = _ends({n: part for n, part in parts.items() if n not in (embedding, *norms)}, kind)
+    layer = body.layers[0]
+    head_name, head = next((n, m) for n, m in whole.named_modules() if m is whole.get_output_embeddings())
+    if head.bias is not None:
+        raise ModelError(f"the vocabulary projection of {kind} models has a bias, which stages do not compute")
+    if any(_parts(other) != _parts(layer) for other in body.layers):
+        raise ModelError(f"the layers of {kind} models have different parts, which Dovetail does not know yet")
+    if odd := [n for n, _ in layer.named_buffers()]:
+        raise ModelError(f"the layers of {kind} models hold {odd[0]} beside their weights, which stages do not restore")
+    experts = _experts(layer, small, kind)
+    linears, inner = _linears(plain, layer, small)
+    kept_as_is = [n for n in ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window") if n in known]
+    doubled = type(config)(num_attention_heads=2 * plain.num_attention_heads)
+    fixed = {n: known[n] for n in kept_as_is if known[n] is not None and getattr(doubled, n) == known[n]}
+    sizes = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", inner]
+    sizes += [] if experts is None else [experts.chosen, next(n for n in experts.count if n in known)]
+    windows = _windows(small, body.layers)
+    learnt = not hasattr(body, "rotary_emb")
+    sizes += ["max_position_embeddings"] * learnt + [n for n in ("num_key_value_heads",) if n in fixed]
+    sizes += ["sliding_window"] * (windows != "never" and known.get("sliding_window") is not None)
+    sizes += sorted({p.bias for p in linears if known.get(p.bias) is True})
+    classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind, "")
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind].removesuffix("ForCausalLM")
+    other = classifier.removesuffix("ForSequenceClassification")
+    norm: Any = parts[norms[0]]
+    heads = {n.rpartition(".")[2]: m for n, m in layer.named_modules() if _is_norm(m) and "." in n}
+    widths: dict[int, Width] = {small.hidden_size: "hidden", **_head_widths(small)}
+    facts: dict[str, Any] = {"saved_head": head_name, **_ONLY_KNOWN.get(kind, {}), "experts": experts}
+    return ModelFamily(
+        name=kind,
+        classes=classes,
+        classifier_classes=other if other not in ("", classes) else None,
+        defaults={name: known[name] for name in sizes},
+        linears=linears,
+        inner_field=inner,
+        embedding_field="word_embed_proj_dim" if "word_embed_proj_dim" in known else None,
+        tied=bool(plain.tie_word_embeddings),
+        grouped="num_key_value_heads" in known,
+        head_dim=fixed.get("head_dim"),
+        body=path,
+        embedding=embedding,
+        entry=entry,
+        exits=(*norms, *ends),
+        norm_vectors=len(list(norm.parameters())),
+        head_norms={n: widths[m.weight.numel()] for n, m in heads.items() if list(m.parameters())},
+        learnt_positions=learnt,
+        norms=sum(_is_norm(m) for _, m in layer.named_children()),
+        norm_offset=_adds_one(norm),
+        windows=windows,
+        softcap="final_logit_softcapping" if "final_logit_softcapping" in known else None,
+        embedding_factor="embedding_multiplier" if "embedding_multiplier" in known else None,
+        logit_factor=next((n for n in ("logit_scale", "logits_scaling") if n in known), None),
+        sinks=any(n.endswith("sinks") for n, _ in layer.named_parameters()),
+        bounded_scores=known.get("attn_logit_softcapping") is not None,
+        **facts,
+    )
+
+
+def _body(whole: nn.Module, kind: str) -> tuple[str, Any]:
+    """The module that holds embedding and layers, and its name."""
+    for path, module in whole.named_modules():
+        if isinstance(dict(module.named_children()).get("layers"), nn.ModuleList):
+            return path, module
+    raise ModelError(f"{kind} models do not keep their layers in a list that is called layers")
+
+
+def _parts(layer: nn.Module) -> list[tuple[str, type[nn.Module]]]:
+    return [(name, type(part)) for name, part in layer.named_modules()]
+
+
+def _is_norm(module: nn.Module | None) -> bool:
+    return module is not None and "norm" in type(module).__name__.lower()
+
+
+def _ends(parts: Mapping[str, nn.Module], kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The parts of the body before and after the layers, besides embedding, norms and rotary positions."""
+    others = [n for n, part in parts.items() if n != "rotary_emb" and not isinstance(part, nn.Dropout)]
+    known = {"embed_positions": 0, "project_in": 0, "project_out": 1}  # OPT's, in the order of use
+    if unknown := sorted(set(others) - set(known)):
+        raise ModelError(f"{kind} models have a part {unknown[0]!r} beside their layers, which stages do not compute")
+    return tuple(n for n in known if n in others and not known[n]), tuple(n for n in others if known[n])
+
+
+def _adds_one(norm: Any) -> bool:
+    """Whether a norm adds 1 to its weight: whether it gives anything with a weight of 0."""
+    import copy
+
+    real = copy.deepcopy(norm).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in real.parameters():
+            parameter.zero_()
+        return bool(list(real.parameters())) and bool(real(torch.ones(1, 1, len(real.weight))).any())
+
+
+def _experts(layer: nn.Module, config: Any, kind: str) -> Experts | None:
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    found = [(name, module) for name, module in layer.named_modules() if hasattr(module, "has_gate")]
+    if not found:
+        return None
+    if (known := _ONLY_KNOWN.get(kind, {}).get("experts")) is not None:
+        return known  # type: ignore[no-any-return]
+    sources = [c.source_patterns for c in get_checkpoint_conversion_mapping(kind) or ()]
+    plain = [[f"mlp.experts.*.{n}_proj.weight" for n in each] for each in (("gate", "up"), ("down",))]
+    parts = {name for name, _ in layer.get_submodule("mlp").named_children()} if hasattr(layer, "mlp") else set()
+    inner = "moe_intermediate_size" if "moe_intermediate_size" in config.to_dict() else "intermediate_size"
+    if [name for name, _ in found] != ["mlp.experts"] or parts != {"experts", "gate"} or sources != plain:
+        raise ModelError(f"experts of {kind} models are not those of Qwen3, whose names and routers Dovetail knows")
+    return Experts(inner=inner)
+
+
+def _head_widths(config: Any) -> dict[int, Width]:
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    queries = config.num_attention_heads
+    return {size: "head", keys * size: "keys", queries * size: "queries"}
+
+
+def _linears(plain: Any, layer: nn.Module, config: Any) -> tuple[tuple[LinearPart, ...], str]:
+    """The linear layers of a decoder layer, in the order of use, and the field of the MLP's inner width."""
+    found = [(n, m) for n, m in layer.named_modules() if isinstance(m, nn.Linear)]
+    biases = dict(_biases(plain, layer))
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    fields = {getattr(config, n): n for n in _INNER if hasattr(config, n)}
+    heads = {name: value for value, name in _head_widths(config).items()}
+    queries, keys = heads["queries"], heads.get("keys", heads["queries"])
+    inner = next((n for n in ("moe_intermediate_size",) if hasattr(config, n)), "")
+    placed = []
+    for name, module in found:
+        leaf, (outputs, inputs) = name.rpartition(".")[2], module.weight.shape
+        hidden = config.hidden_size
+        if inputs in fields or outputs in fields or any(outputs == 2 * size for size in fields):
+            inner = next(fields[n] for n in (inputs, outputs, outputs // 2) if n in fields)
+            wide: tuple[Width, Width] = ("inner", "hidden")
+            if inputs == hidden:
+                wide = ("hidden", "inner" if outputs in fields else "gates")
+            place = 4 + (inputs != hidden)
+        elif inputs == hidden and outputs == queries + 2 * keys:
+            wide, place = ("hidden", "attention"), 0
+        elif inputs == hidden and outputs in (queries, keys) and leaf[0] in "qkv":
+            wide, place = ("hidden", "queries" if leaf[0] == "q" else "keys"), "qkv".index(leaf[0])
+        elif inputs == queries and outputs == hidden:
+            wide, place = ("queries", "hidden"), 3
+        else:
+            raise ModelError(f"the linear layer {name} ({inputs} to {outputs}) has a shape that Dovetail does not know")
+        style = plan.get(f"layers.*.{name}", "none" if plan else "colwise" if place in (0, 1, 2, 4) else "rowwise")
+        split = {"colwise": "out", "rowwise": "in"}.get(style) if wide[1] not in ("attention", "gates") else None
+        placed.append((place, LinearPart(leaf, *wide, split, biases[name])))  # type: ignore[arg-type]
+    parts = tuple(part for _, part in sorted(placed, key=lambda each: each[0]))
+    return parts, inner or next(iter(fields.values()))
+
+
+def _biases(plain: Any, layer: nn.Module) -> Iterator[tuple[str, str]]:
+    """For each linear layer the field that says whether it has a bias, or "always" or "never"."""
+    fields = [n for n, v in plain.to_dict().items() if isinstance(v, bool) and "bias" in n]
+    fields += ["use_bias"] if hasattr(plain, "use_bias") and "use_bias" not in fields else []
+
+    def has(**changed: bool) -> dict[str, bool]:
+        whole = whole_model(resized(plain, 1, **{**_SIZES, **changed}))
+        one = _body(whole, plain.model_type)[1].layers[0]
+        return {n: m.bias is not None for n, m in one.named_modules() if isinstance(m, nn.Linear)}
+
+    now = has()
+    other = {field: has(**{field: not getattr(plain, field)}) for field in fields}
+    for name, there in now.items():
+        field = next((f for f in fields if other[f].get(name, there) != there), None)
+        yield name, field or ("always" if there else "never")
+
+
+def _windows(small: Any, layers: Any) -> Any:
+    """Which layers have a window: `ModelFamily.windows`."""
+    if hasattr(small, "use_sliding_window") or "sliding_window" not in small.to_dict():
+        return "never"
+    kinds = getattr(small, "layer_types", None)
+    if kinds is None:
+        return "all"
+    full = kinds.count("full_attention")
+    return "all" if not full else "never" if full == len(layers) else len(layers) // full
+
+
+def differences(left: ModelFamily, right: ModelFamily) -> Mapping[str, tuple[Any, Any]]:
+    """The facts in which two families differ."""
+    names = left.__dataclass_fields__
+    pairs = {name: (getattr(left, name), getattr(right, name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+class known:  # noqa: N801  a context manager
+    """Lets this process know a family, as if it were in the table."""
+
+    def __init__(self, family: ModelFamily) -> None:
+        self.family = family
+
+    def __enter__(self) -> ModelFamily:
+        self.before = MODEL_FAMILIES.get(self.family.name)
+        MODEL_FAMILIES[self.family.name] = self.family
+        return self.family
+
+    def __exit__(self, *_: object) -> None:
+        del MODEL_FAMILIES[self.family.name]
+        if self.before is not None:
+            MODEL_FAMILIES[self.family.name] = replace(self.before)

@@ -1,0 +1,318 @@
+"""Proves on a small copy of a model that Dovetail computes it rightly: `dovetail model check`. It needs config.json and
+no weights.
+
+The copy has the pattern of the model's layers and the settings of its configuration, with few and narrow layers and
+random weights. transformers' own model with its own eager attention says what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.manifest.model_families import MODEL_FAMILIES, ModelFamily
+from dovetail.manifest.model_shape import ModelShape
+from dovetail.models import HuggingFaceWriter, ModelError, PipelineStage, build_stage, load_config
+from dovetail.models.derive import derive_family, differences, known, resized
+from dovetail.models.source import in_files
+from dovetail.protocol.messages import ModelRef
+from dovetail.tools.doctor.finding import Finding
+
+# Sizes of the copy. Windows are shorter than its sequences.
+_SMALL = {
+    "intermediate_size": 96,
+    "ffn_dim": 96,
+    "moe_intermediate_size": 48,
+    "word_embed_proj_dim": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "sliding_window": 6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LENGTHS = (9, 13)
+_TOLERANCE = 2e-5  # of the largest number, in float32
+_MOST_LAYERS = 16
+_MEASURED = {"kept", "partial_rotary", "side_by_side"}
+
+
+def prove_model(ref: ModelRef, scratch: Path) -> list[Finding]:
+    """Proves the model that `ref` names. `scratch`: an empty folder to write to."""
+    try:
+        config = load_config(ref)
+    except ModelError as error:
+        return [Finding("configuration", "problem", str(error))]
+    return prove(config, scratch)
+
+
+def prove(config: Any, scratch: Path, family: ModelFamily | None = None, ranks: bool = True) -> list[Finding]:
+    """Proves a model of `config`, transformers' configuration, in the empty folder `scratch`. One finding for each
+    check, in order. A problem refuses the model. `family`: its facts, if they are not those of the table. `ranks`: also
+    start two processes for tensor parallelism."""
+    found = family or MODEL_FAMILIES[config.model_type]
+    try:
+        # What autograd keeps is measured, and whether ranks share layers is proved.
+        changed = set(differences(found, derive_family(config))) - {*_MEASURED, "linears"}
+        if changed:
+            says = f"the installed transformers gives {found.name} models other parts ({', '.join(sorted(changed))})"
+            return [Finding("parts", "problem", says, "install the transformers that Dovetail's requirements name")]
+        with known(found):
+            return list(_Copy(config, found, scratch).findings(ranks))
+    except ModelError as error:
+        return [Finding("parts", "problem", str(error), "use a model of another type (docs/models.md)")]
+
+
+def small_copy(config: Any) -> Any:
+    """The configuration of the small copy. All kinds of layers are in it."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    most = min(config.num_hidden_layers, _MOST_LAYERS)
+    layers = next((n for n in range(min(4, most), most) if set(kinds[:n]) == set(kinds)), most)
+    heads, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    sizes = {**_SMALL, "num_attention_heads": 4, "num_key_value_heads": 4 if keys == heads else min(2, keys)}
+    # Some types need heads that fill the hidden states exactly.
+    sizes |= {"head_dim": 16, "hidden_size": 64 if size * heads == config.hidden_size else 48}
+    if getattr(config, "sliding_window", None) is None:
+        del sizes["sliding_window"]
+    return resized(config, layers, **sizes)
+
+
+class _Copy:
+    """A small copy of a model, and the checks that it must pass."""
+
+    def __init__(self, config: Any, family: ModelFamily, scratch: Path) -> None:
+        import transformers
+
+        self.family, self.folder, self.export = family, scratch / "copy", scratch / "export"
+        self.config = small_copy(config)
+        torch.manual_seed(0)
+        try:
+            model = transformers.AutoModelForCausalLM.from_config(
+                self.config, dtype=torch.float32, attn_implementation="eager"
+            )
+        except Exception as error:  # configurations of users make the classes raise many kinds of errors
+            raise ModelError(f"transformers cannot build the model: {str(error).splitlines()[0]}") from error
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        self.model: Any = model.eval()
+        model.save_pretrained(self.folder)
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(3, 96, (1, sum(_LENGTHS)), generator=generator)
+        self.parts = self.tokens.split(_LENGTHS, 1)
+
+    def stages(self, size: int, head: Any = "lm", folder: Path | None = None) -> list[PipelineStage]:
+        return [build_stage(ModelRef(head=head, path=str(folder or self.folder)), r, size) for r in range(size)]
+
+    def findings(self, ranks: bool) -> Iterator[Finding]:
+        """Yields the findings. It ends with the first problem."""
+        checks: list[tuple[str, str, Callable[[], str]]] = [
+            ("attention", "Dovetail's attention does not compute what the model's own does", self.attention),
+            ("stages", "pipeline stages do not compute what the whole model computes", self.cuts),
+            ("packing", "packed sequences change each other, so a layer does not know where they begin", self.packing),
+            ("gradients", "gradients of the stages are not those of the whole model", self.gradients),
+            ("value head", "the model with a value head does not compute", self.values),
+            ("export", "an exported model is not the same when transformers loads it", self.exported),
+            ("memory", "the planner counts other parameters than the model has", self.counted),
+        ]
+        if self.family.experts is not None:
+            checks.append(("routing replay", "experts that a rollout chose get other weights", self.replayed))
+        if ranks and self.family.splits:
+            checks.append(("tensor parallelism", "two ranks do not compute what one computes", self.shared))
+        mend = "use a model of another type (docs/models.md)"
+        for name, wrong, check in checks:
+            try:
+                yield Finding(name, "ok", check())
+            except _Differs as error:
+                yield Finding(name, "problem", f"{wrong} ({error})", mend)
+                return
+            except Exception as error:  # of layers that need what stages do not give them
+                says = f"{wrong} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+                yield Finding(name, "problem", says, mend)
+                return
+        if not self.family.splits:
+            yield Finding("tensor parallelism", "skipped", "ranks cannot share its layers; tp stays 1")
+        yield served(self.family)
+
+    def attention(self) -> str:
+        with torch.no_grad():
+            wanted = self.model(self.tokens, use_cache=False).logits
+            if not bool(wanted.isfinite().all()):
+                raise _Differs("its outputs are not finite")
+            return _equal(self.stages(1)[0](self.tokens), wanted, "logits equal those of transformers")
+
+    def cuts(self) -> str:
+        count = self.config.num_hidden_layers
+        with torch.no_grad():
+            wanted = self.stages(1)[0](self.tokens)
+            for size in range(2, count + 1):
+                if not torch.equal(_pass(self.stages(size), self.tokens), wanted):
+                    raise _Differs(f"{size} stages")
+        return f"1 to {count} stages give the same bits"
+
+    def packing(self) -> str:
+        with torch.no_grad():
+            whole = self.stages(1)[0]
+            alone = torch.cat([whole(part) for part in self.parts], 1)
+            return _equal(whole(self.tokens, _LENGTHS), alone, "packed sequences equal single ones")
+
+    def replayed(self) -> str:
+        assert self.family.experts is not None
+        stage = self.stages(1)[0]
+        chosen: list[Tensor] = []
+        for layer in stage.body.layers.values():
+            router = layer.mlp.get_submodule(self.family.experts.router)
+            router.register_forward_hook(lambda _module, _inputs, found: chosen.append(found[2]))
+        lengths = (self.tokens.shape[1],)
+        with torch.no_grad():
+            plain = stage(self.tokens, lengths)
+            again = stage(self.tokens, lengths, routing=torch.stack(chosen, 1))
+        return _equal(again, plain, "the experts of a rollout can be used again")
+
+    def gradients(self) -> str:
+        for part in self.parts:
+            self.model(part, use_cache=False).logits.log_softmax(-1)[..., 7].sum().backward()
+        wanted = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        stages = [stage.requires_grad_(True).train() for stage in self.stages(2)]
+        _pass(stages, self.tokens, _LENGTHS).log_softmax(-1)[..., 7].sum().backward()
+        found: dict[str, Tensor] = {}
+        for stage in stages:
+            for name, parameter in stage.named_parameters():
+                if parameter.grad is not None:
+                    key = stage.checkpoint_name(name)
+                    found[key] = found.get(key, torch.zeros(())) + parameter.grad
+        if lacks := sorted(set(wanted) - set(found)):
+            raise _Differs(f"no gradient of {lacks[0]}")
+        names = sorted(wanted)
+        both = [torch.cat([each[name].flatten() for name in names]) for each in (found, wanted)]
+        return _equal(both[0], both[1], "gradients equal those of transformers")
+
+    def values(self) -> str:
+        import transformers
+
+        stage = self.stages(1, "value")[0]
+        with torch.no_grad():
+            stage.score.weight.copy_(torch.linspace(-1, 1, stage.score.weight.numel())[None])
+            values = stage(self.tokens)
+            folder = self._write(stage, "value")
+            _equal(self.stages(1, "value", folder)[0](self.tokens), values, "")
+            if not hasattr(transformers, self.family.classifier):
+                return "values are the same after export; transformers has no class of its own for them"
+            found = transformers.AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager")
+            return _equal(found(self.tokens).logits[:, 0], values[:, -1], "values equal those of transformers")
+
+    def exported(self) -> str:
+        import transformers
+
+        stage = self.stages(1)[0]
+        folder = self._write(stage, "lm")
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, attn_implementation="eager"
+        )
+        for kind in ("missing_keys", "unexpected_keys"):
+            if report[kind]:
+                raise _Differs(f"{kind.replace('_', ' ')}: {sorted(report[kind])[0]}")
+        with torch.no_grad():
+            return _equal(model(self.tokens, use_cache=False).logits, stage(self.tokens), "transformers loads it again")
+
+    def counted(self) -> str:
+        counted = ModelShape.of(self.config.to_dict()).parameters()
+        actual = sum(p.numel() for p in self.model.parameters())
+        if abs(counted - actual) > 0.01 * actual:
+            raise _Differs(f"{counted:,} and {actual:,}")
+        return "the planner counts its parameters"
+
+    def shared(self) -> str:
+        if (why := share({self.folder: self.family})[self.folder]) is not None:
+            raise _Differs(why)
+        return "2 ranks equal 1"
+
+    def _write(self, stage: PipelineStage, head: Any) -> Path:
+        folder: Path = self.export / head
+        folder.mkdir(parents=True, exist_ok=True)
+        writer = HuggingFaceWriter(folder)
+        held = in_files(stage.family, stage.named_parameters())
+        writer.finish([writer.write(held, torch.float32)], stage.config, head, torch.float32, None)
+        return folder
+
+
+def served(family: ModelFamily) -> Finding:
+    """How vLLM serves the model, if vLLM is installed."""
+    if find_spec("vllm") is None:
+        return Finding("vLLM", "skipped", "vLLM is not installed here")
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    registered = ModelRegistry.models.get(family.causal_lm)
+    if registered is None:
+        return Finding("vLLM", "warning", f"vLLM does not serve {family.causal_lm}")
+    where = str(getattr(registered, "module_name", ""))
+    by = "through its Transformers backend" if ".transformers" in where else "with a class of its own"
+    return Finding("vLLM", "ok", f"vLLM serves it {by}")
+
+
+class _Differs(ValueError):
+    """Two results differ. The message says by how much, or where."""
+
+
+def _equal(found: Tensor, wanted: Tensor, says: str) -> str:
+    worst, largest = float((found - wanted).abs().max()), float(wanted.abs().max())
+    if not worst <= _TOLERANCE * max(largest, 1.0):
+        raise _Differs(f"off by {worst:.0e} of {largest:.0e}")
+    return f"{says} (within {worst:.0e} of {largest:.1f})"
+
+
+def _pass(stages: Sequence[PipelineStage], tokens: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+    hidden: Any = tokens
+    for stage in stages:
+        hidden = stage(hidden, lengths)
+    return torch.as_tensor(hidden)
+
+
+def share(copies: dict[Path, ModelFamily]) -> dict[Path, str | None]:
+    """Whether two tensor-parallel ranks compute what one computes, for small copies in these folders: by how much they
+    differ, or None. It starts two processes once."""
+    import torch.multiprocessing as processes
+
+    answers = next(iter(copies)).parent / "answers"
+    answers.mkdir(exist_ok=True)
+    processes.spawn(_rank, (copies, answers), nprocs=2)
+    found = [torch.load(answers / str(rank)) for rank in range(2)]
+    return {folder: found[0][str(folder)] or found[1][str(folder)] for folder in copies}
+
+
+def _rank(rank: int, copies: dict[Path, ModelFamily], answers: Path) -> None:
+    """One of two tensor-parallel ranks. It writes by how much each copy's logits differ from those of one rank."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from dovetail.models.build import fill, open_source
+    from dovetail.models.tensor_parallel import split_stage
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{answers}/meeting", rank=rank, world_size=2)
+    tokens = torch.randint(3, 96, (1, sum(_LENGTHS)), generator=torch.Generator().manual_seed(1))
+    found: dict[str, str | None] = {}
+    for folder, family in copies.items():
+        found[str(folder)] = None
+        with known(family), torch.no_grad():
+            ref = ModelRef(head="lm", path=str(folder))
+            wanted = build_stage(ref)(tokens)
+            try:
+                stage = PipelineStage(load_config(ref), "lm")
+                split_stage(stage, init_device_mesh("cpu", (2,)))
+                stage.to_empty(device="cpu")
+                fill(stage, open_source(ref, stage), {name: name for name, _ in stage.named_parameters()})
+                stage.place_buffers("cpu")
+                _equal(stage.eval()(tokens), wanted, "")
+            except Exception as error:  # both ranks raise it, because they run the same code
+                found[str(folder)] = str(error).strip().splitlines()[0]
+    torch.save(found, answers / str(rank))
+    dist.destroy_process_group()
