@@ -31,7 +31,7 @@ from dovetail.manifest.model_shape import ModelShape
 from dovetail.models import ModelError
 from dovetail.models.derive import derive_family, known, resized
 from dovetail.protocol.messages import ModelRef
-from dovetail.tools.model_check import prove, share
+from dovetail.tools.model_check import prove, share, unbuilt
 from dovetail.trainer.profile.pass_times import measure_model
 
 # As near as the planner's memory of a layer must be to what is measured.
@@ -95,8 +95,7 @@ def judge(kind: str, scratch: Path) -> ModelFamily | str:
     except ModelError as error:
         return str(error)
     except Exception as error:
-        last = (str(error).splitlines() or [type(error).__name__])[-1].strip()
-        return "stages cannot be built of it" + (f": {last[:90]}" if " " in last else "")
+        return unbuilt(error)
 
 
 def judged(kinds: list[str]) -> Iterator[tuple[str, ModelFamily | str]]:

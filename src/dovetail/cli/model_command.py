@@ -42,7 +42,7 @@ def check(ctx: click.Context, name: str, as_json: bool) -> None:
     from dovetail.tools.model_check import prove_model
 
     try:
-        folder = Path(name) if Path(name).is_dir() else Hub(HubAccess()).describe("actor", "the model", name, None)
+        folder = Path(name) if Path(name).is_dir() else _downloaded(name)
     except DataError as error:
         raise UsageError(str(error)) from error
     console = Console()
@@ -55,3 +55,11 @@ def check(ctx: click.Context, name: str, as_json: bool) -> None:
         console.print(findings_table(findings))
     if not made["ok"]:
         ctx.exit(1)
+
+
+def _downloaded(name: str) -> Path:
+    """The folder of a Hub model, without its weights. A Hub name is owner/name, and no file or folder here."""
+    path = Path(name)
+    if name[:1] in (".", "/", "~") or name.count("/") > 1 or path.exists() or ("/" in name and path.parent.is_dir()):
+        raise UsageError(f"{name} {'is no folder' if path.exists() else 'does not exist'}; name a model's folder.")
+    return Hub(HubAccess()).describe("actor", "the model", name, None)

@@ -46,7 +46,8 @@ class ModelShape:
     `embedding`: the width of the token embedding if it is not `hidden` (some OPT models), else 0. `positions`: the rows
     of a learnt position table. `biases`: the fields of config.json that ask for biases. `windowed`: how many layers
     attend only to the last `window` tokens. `experts`: the experts of a layer. With 0 it has an MLP. `chosen`: the
-    experts that a token gets. `intermediate`: the inner width of the MLP or of one expert."""
+    experts that a token gets. `intermediate`: the inner width of the MLP or of one expert. `use_qk_norm`: a field of
+    Cohere's."""
 
     family: str
     layers: int
@@ -65,6 +66,7 @@ class ModelShape:
     window: int = 0
     experts: int = 0
     chosen: int = 0
+    use_qk_norm: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -97,6 +99,7 @@ class ModelShape:
             window=int(config.get("sliding_window") or family.defaults.get("sliding_window") or 0),
             experts=0 if count is None else _whole(config, count),
             chosen=0 if experts is None else _whole(config, experts.chosen),
+            use_qk_norm=bool(config.get("use_qk_norm")),
         )
 
     @property
@@ -121,8 +124,8 @@ class ModelShape:
     def split_problem(self, tp: int, model: str = "model") -> str | None:
         """Why `tp` tensor-parallel ranks cannot train a block of `model` together, and what to do, as the second half
         of a sentence. Each rank must get as many heads and as much of the MLP as the others. None if they can."""
-        if tp > 1 and not MODEL_FAMILIES[self.family].splits:
-            return f"but layers of {self.family} models, such as the {model}, cannot be shared over ranks; set tp to 1"
+        if tp > 1 and (kind := MODEL_FAMILIES[self.family].unshared(self.use_qk_norm)) is not None:
+            return f"but layers of {kind}, such as the {model}, cannot be shared over ranks; set tp to 1"
         inner = MODEL_FAMILIES[self.family].inner_field
         sizes = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, inner: self.intermediate}
         odd = next((field for field, size in sizes.items() if size % tp), None)

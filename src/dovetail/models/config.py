@@ -8,6 +8,7 @@ from typing import Any
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import problem
+from dovetail.protocol.errors import last_line
 from dovetail.protocol.messages import ModelRef
 
 
@@ -73,7 +74,10 @@ def _from_folder(path: Path, trust_remote_code: bool) -> Any:
         raise ModelError(f"{path}/config.json: not valid JSON: {error}") from error
     if why is not None:
         raise ModelError(f"{path}: {why}")
-    return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code, local_files_only=True)
+    try:
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # the user's values make configuration classes raise many kinds of errors
+        raise ModelError(f"{path}/config.json: transformers cannot read it: {last_line(error)}") from error
 
 
 def _from_scratch(ref: ModelRef) -> Any:
@@ -88,7 +92,7 @@ def _from_scratch(ref: ModelRef) -> Any:
     try:
         return AutoConfig.for_model(ref.scratch.architecture, **fields)
     except Exception as error:  # the user's values make configuration classes raise many kinds of errors
-        raise ModelError(f"scratch configuration of {ref.scratch.architecture}: {error}") from error
+        raise ModelError(f"scratch configuration of {ref.scratch.architecture}: {last_line(error)}") from error
 
 
 def _tokenizer_fields(folder: Path, trust_remote_code: bool) -> dict[str, Any]:

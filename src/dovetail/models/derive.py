@@ -16,6 +16,7 @@ from torch import nn
 from dovetail.manifest.model_families import MODEL_FAMILIES, Experts, LinearPart, ModelFamily
 from dovetail.manifest.model_families.family import Width
 from dovetail.models.config import ModelError
+from dovetail.protocol.errors import last_line
 
 # Sizes of which no two are equal, so that a width says which field it comes from.
 _SIZES = {
@@ -73,7 +74,7 @@ def whole_model(config: Any, **options: Any) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
     except Exception as error:  # configurations of users make the classes raise many kinds of errors
-        raise ModelError(f"transformers cannot build the model: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"transformers cannot build the model: {last_line(error)}") from error
 
 
 def derive_family(config: Any) -> ModelFamily:

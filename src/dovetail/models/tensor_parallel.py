@@ -30,8 +30,8 @@ NOTHING = TensorSplit({}, frozenset())
 def check_degree(config: Any, tp: int) -> None:
     """Raise `ModelError` unless all `tp` ranks get the same number of heads and the same part of the MLP."""
     family = MODEL_FAMILIES[config.model_type]
-    if tp > 1 and not family.splits:
-        raise ModelError(f"layers of {family.name} models cannot be shared over tensor-parallel ranks; set tp to 1")
+    if tp > 1 and (kind := family.unshared(getattr(config, "use_qk_norm", False))) is not None:
+        raise ModelError(f"layers of {kind} cannot be shared over tensor-parallel ranks; set tp to 1")
     inner = family.inner_field
     for field in ("num_attention_heads", "num_key_value_heads", inner):
         size = getattr(config, field, None)

@@ -14,3 +14,10 @@ class UsageError(RunError):
 def error_text(error: BaseException) -> str:
     """The error's message, or the name of its class if it has none. Timeouts and cancellations often have none."""
     return str(error) or type(error).__name__
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of the error's message, or the name of its class. There, errors of other processes and of
+    transformers' configurations say what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

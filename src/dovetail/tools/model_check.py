@@ -6,7 +6,9 @@ random weights. transformers' own model with its own eager attention says what i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Container, Iterator, Sequence
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from dovetail.manifest.model_shape import ModelShape
 from dovetail.models import HuggingFaceWriter, ModelError, PipelineStage, build_stage, load_config
 from dovetail.models.derive import derive_family, differences, known, resized
 from dovetail.models.source import in_files
+from dovetail.models.tensor_parallel import check_degree
+from dovetail.protocol.errors import last_line
 from dovetail.protocol.messages import ModelRef
 from dovetail.tools.doctor.finding import Finding
 
@@ -41,33 +45,61 @@ _SMALL = {
 _LENGTHS = (9, 13)
 _TOLERANCE = 2e-5  # of the largest number, in float32
 _MOST_LAYERS = 16
+_PATIENCE = timedelta(minutes=1)
 _MEASURED = {"kept", "partial_rotary", "side_by_side"}
+_FIELDS = {"tied": "tie_word_embeddings"}  # facts that are the defaults of these fields
+_MEND = f"use a model of another type: {', '.join(MODEL_FAMILIES)}"
 
 
 def prove_model(ref: ModelRef, scratch: Path) -> list[Finding]:
     """Proves the model that `ref` names. `scratch`: an empty folder to write to."""
     try:
         config = load_config(ref)
+        stated = ref.scratch.config if ref.scratch else json.loads(Path(str(ref.path), "config.json").read_text())
     except ModelError as error:
         return [Finding("configuration", "problem", str(error))]
-    return prove(config, scratch)
+    return prove(config, scratch, stated=stated)
 
 
-def prove(config: Any, scratch: Path, family: ModelFamily | None = None, ranks: bool = True) -> list[Finding]:
+def prove(
+    config: Any,
+    scratch: Path,
+    family: ModelFamily | None = None,
+    ranks: bool = True,
+    stated: Container[str] = (),
+) -> list[Finding]:
     """Proves a model of `config`, transformers' configuration, in the empty folder `scratch`. One finding for each
     check, in order. A problem refuses the model. `family`: its facts, if they are not those of the table. `ranks`: also
-    start two processes for tensor parallelism."""
+    start two processes for tensor parallelism. `stated`: the fields that config.json has, whose defaults do not
+    matter."""
     found = family or MODEL_FAMILIES[config.model_type]
     try:
-        # What autograd keeps is measured, and whether ranks share layers is proved.
-        changed = set(differences(found, derive_family(config))) - {*_MEASURED, "linears"}
+        changed = _changed(found, derive_family(config), stated)
         if changed:
             says = f"the installed transformers gives {found.name} models other parts ({', '.join(sorted(changed))})"
             return [Finding("parts", "problem", says, "install the transformers that Dovetail's requirements name")]
         with known(found):
             return list(_Copy(config, found, scratch).findings(ranks))
-    except ModelError as error:
-        return [Finding("parts", "problem", str(error), "use a model of another type (docs/models.md)")]
+    except Exception as error:  # configurations of users make transformers raise many kinds of errors
+        says = str(error) if isinstance(error, ModelError) else unbuilt(error)
+        return [Finding("parts", "problem", says, _MEND)]
+
+
+def unbuilt(error: Exception) -> str:
+    """Says that a model cannot be built of stages, and why if `error` says it in words."""
+    last = last_line(error)
+    return "stages cannot be built of it" + (f": {last[:90]}" if " " in last else "")
+
+
+def _changed(table: ModelFamily, derived: ModelFamily, stated: Container[str]) -> set[str]:
+    """The facts that the table does not have as they are derived. A default matters only if it is used."""
+    found = dict(differences(table, derived))
+    for name in (*_MEASURED, "linears"):  # what autograd keeps is measured, and whether ranks share layers is proved
+        found.pop(name, None)
+    old, new = found.pop("defaults", ({}, {}))
+    names = {name for name in {**old, **new} if old.get(name) != new.get(name)}
+    names |= {_FIELDS.get(name, name) for name in found}
+    return {name for name in names if name not in stated}
 
 
 def small_copy(config: Any) -> Any:
@@ -92,14 +124,14 @@ class _Copy:
         import transformers
 
         self.family, self.folder, self.export = family, scratch / "copy", scratch / "export"
-        self.config = small_copy(config)
+        self.config, self.whole = small_copy(config), config
         torch.manual_seed(0)
         try:
             model = transformers.AutoModelForCausalLM.from_config(
                 self.config, dtype=torch.float32, attn_implementation="eager"
             )
         except Exception as error:  # configurations of users make the classes raise many kinds of errors
-            raise ModelError(f"transformers cannot build the model: {str(error).splitlines()[0]}") from error
+            raise ModelError(f"transformers cannot build the model: {last_line(error)}") from error
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -125,21 +157,17 @@ class _Copy:
         ]
         if self.family.experts is not None:
             checks.append(("routing replay", "experts that a rollout chose get other weights", self.replayed))
-        if ranks and self.family.splits:
-            checks.append(("tensor parallelism", "two ranks do not compute what one computes", self.shared))
-        mend = "use a model of another type (docs/models.md)"
         for name, wrong, check in checks:
             try:
                 yield Finding(name, "ok", check())
             except _Differs as error:
-                yield Finding(name, "problem", f"{wrong} ({error})", mend)
+                yield Finding(name, "problem", f"{wrong} ({error})", _MEND)
                 return
             except Exception as error:  # of layers that need what stages do not give them
-                says = f"{wrong} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-                yield Finding(name, "problem", says, mend)
+                yield Finding(name, "problem", f"{wrong} ({type(error).__name__}: {last_line(error)})", _MEND)
                 return
-        if not self.family.splits:
-            yield Finding("tensor parallelism", "skipped", "ranks cannot share its layers; tp stays 1")
+        if ranks:
+            yield self.shared()
         yield served(self.family)
 
     def attention(self) -> str:
@@ -230,10 +258,19 @@ class _Copy:
             raise _Differs(f"{counted:,} and {actual:,}")
         return "the planner counts its parameters"
 
-    def shared(self) -> str:
-        if (why := share({self.folder: self.family})[self.folder]) is not None:
-            raise _Differs(why)
-        return "2 ranks equal 1"
+    def shared(self) -> Finding:
+        """Whether two ranks compute what one computes. A model that they cannot share still trains with tp 1."""
+        name = "tensor parallelism"
+        try:
+            check_degree(self.whole, 2)
+            why = share({self.folder: self.family})[self.folder]
+        except ModelError as error:
+            return Finding(name, "skipped", f"not proved: {error}")
+        except Exception as error:  # of the machine: what ranks find in a model is their answer
+            return Finding(name, "skipped", f"two ranks cannot run here: {last_line(error)}")
+        if why is None:
+            return Finding(name, "ok", "2 ranks equal 1")
+        return Finding(name, "warning", f"two ranks do not compute what one computes ({why})", "keep tp 1")
 
     def _write(self, stage: PipelineStage, head: Any) -> Path:
         folder: Path = self.export / head
@@ -248,8 +285,10 @@ def served(family: ModelFamily) -> Finding:
     """How vLLM serves the model, if vLLM is installed."""
     if find_spec("vllm") is None:
         return Finding("vLLM", "skipped", "vLLM is not installed here")
-    from vllm.model_executor.models.registry import ModelRegistry
-
+    try:
+        from vllm.model_executor.models.registry import ModelRegistry
+    except Exception as error:  # of libraries that this machine lacks
+        return Finding("vLLM", "skipped", f"vLLM cannot be imported here: {last_line(error)}")
     registered = ModelRegistry.models.get(family.causal_lm)
     if registered is None:
         return Finding("vLLM", "warning", f"vLLM does not serve {family.causal_lm}")
@@ -297,7 +336,7 @@ def _rank(rank: int, copies: dict[Path, ModelFamily], answers: Path) -> None:
     from dovetail.models.tensor_parallel import split_stage
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{answers}/meeting", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{answers}/meeting", rank=rank, world_size=2, timeout=_PATIENCE)
     tokens = torch.randint(3, 96, (1, sum(_LENGTHS)), generator=torch.Generator().manual_seed(1))
     found: dict[str, str | None] = {}
     for folder, family in copies.items():
@@ -313,6 +352,6 @@ def _rank(rank: int, copies: dict[Path, ModelFamily], answers: Path) -> None:
                 stage.place_buffers("cpu")
                 _equal(stage.eval()(tokens), wanted, "")
             except Exception as error:  # both ranks raise it, because they run the same code
-                found[str(folder)] = str(error).strip().splitlines()[0]
+                found[str(folder)] = last_line(error)
     torch.save(found, answers / str(rank))
     dist.destroy_process_group()

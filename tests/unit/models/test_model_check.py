@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import transformers
 from click.testing import CliRunner
 
 from dovetail.cli.main import cli
+from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.manifest.model_families import MODEL_FAMILIES, REFUSED
 from dovetail.models.derive import derive_family, differences
-from dovetail.tools.model_check import prove, small_copy
+from dovetail.protocol.messages import ModelRef
+from dovetail.tools.model_check import prove, prove_model, served, small_copy
 from helpers.family_models import COMMON, FAMILIES
 
 pytestmark = pytest.mark.slow
@@ -79,6 +82,94 @@ def test_what_stages_compute_wrongly_is_refused(kind: str, finding: str, tmp_pat
     found = [f for f in prove(config, tmp_path, derive_family(config), ranks=False) if f.state == "problem"]
     assert finding in found[0].says
     assert kind in REFUSED
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        ("gemma3_text", {"num_attention_heads": 4, "num_key_value_heads": 1}, "num_key_value_heads, 1"),  # 270M, 1B
+        ("llama", {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}, "num_attention_heads, 9"),
+        ("cohere", {"use_qk_norm": True}, "cohere models with use_qk_norm"),  # Command R+
+    ],
+)
+def test_models_that_two_ranks_cannot_share_train_on_one(
+    kind: str, changes: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    fields = COMMON | FAMILIES.get(kind, {"intermediate_size": 48}) | changes
+    found = {f.check: f for f in prove(config_of(kind, **fields), tmp_path)}
+    assert [f.says for f in found.values() if f.state in ("problem", "warning")] == []
+    assert found["tensor parallelism"].state == "skipped"
+    assert why in found["tensor parallelism"].says
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "says"),
+    [("off by 1e+00 of 3e+00", "warning", "off by 1e"), (RuntimeError("\n\nno memory\n"), "skipped", "no memory")],
+)
+def test_two_ranks_that_fail_refuse_no_model(
+    answer: Any, state: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a machine that cannot start them."""
+
+    def share(copies: dict[Path, Any]) -> dict[Path, str]:
+        if isinstance(answer, Exception):
+            raise answer
+        return dict.fromkeys(copies, answer)
+
+    monkeypatch.setattr("dovetail.tools.model_check.share", share)
+    found = prove(config_of("llama", **COMMON, **FAMILIES["llama"]), tmp_path)
+    assert found[-1].check == "vLLM"
+    two = next(f for f in found if f.check == "tensor parallelism")
+    assert two.state == state
+    assert says in two.says
+
+
+def test_a_default_of_another_transformers_matters_only_where_the_model_leaves_it_out(tmp_path: Path) -> None:
+    """The planner takes the table's default."""
+    family = MODEL_FAMILIES["llama"]
+    other = replace(family, defaults={**family.defaults, "hidden_size": 96}, tied=True)
+    config = config_of("llama", **COMMON, **FAMILIES["llama"])
+
+    def refusals(*stated: str) -> list[str]:
+        found = prove(config, tmp_path / str(len(stated)), other, ranks=False, stated=stated)
+        return [f.says for f in found if f.state == "problem"]
+
+    assert "hidden_size, tie_word_embeddings" in refusals()[0]
+    assert "(tie_word_embeddings)" in refusals("hidden_size")[0]
+    assert refusals("hidden_size", "tie_word_embeddings") == []
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": "two"}, {"num_attention_heads": 0}])
+def test_a_configuration_that_transformers_cannot_read_is_a_finding(change: dict[str, Any], tmp_path: Path) -> None:
+    config_of("llama", **COMMON, **FAMILIES["llama"]).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    found = prove_model(ModelRef(head="lm", path=str(tmp_path)), tmp_path / "scratch")
+    assert [f.state for f in found] == ["problem"]
+    assert found[0].says
+
+
+def test_a_vllm_that_cannot_be_imported_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise OSError('libcuda.so.1 is missing')")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = served(MODEL_FAMILIES["llama"])
+    assert found.state == "skipped"
+    assert found.says == "vLLM cannot be imported here: libcuda.so.1 is missing"
+
+
+@pytest.mark.parametrize("name", ["models/my-typo", "./typo", "../typo", "a/b/c", "/no/such"])
+def test_a_folder_that_does_not_exist_is_named_at_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    monkeypatch.setattr(Hub, "describe", lambda *_: pytest.fail("the hub was asked"))
+    done = CliRunner().invoke(cli, ["model", "check", name])
+    assert done.exit_code == 2, done.output
+    assert f"{name} does not exist" in " ".join(done.output.split())
 
 
 def test_the_copy_has_all_kinds_of_layers_of_the_model() -> None:

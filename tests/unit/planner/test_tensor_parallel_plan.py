@@ -33,9 +33,9 @@ LARGE = {
 }
 
 
-def spec(config: dict[str, int] = CONFIG, **changes: Any) -> RLHFJobSpec:
+def spec(config: dict[str, int] = CONFIG, architecture: str = "llama", **changes: Any) -> RLHFJobSpec:
     """With pins and other `changes` by dotted path."""
-    source = {"scratch": {"architecture": "llama", "config": config}}
+    source = {"scratch": {"architecture": architecture, "config": config}}
     return parse(changed(**{"models.actor.source": source, **changes})).spec
 
 
@@ -64,6 +64,14 @@ def test_a_pinned_degree_is_planned_without_a_warning() -> None:
 def test_a_degree_that_does_not_divide_the_model_is_refused(change: dict[str, int], why: str) -> None:
     with pytest.raises(PlanError, match=f"actor.tp is 2, which does not divide its {why} of the actor; use a tp that"):
         make_plan(spec(CONFIG | change, **pinned(actor={"tp": 2})))
+
+
+def test_norms_with_weights_for_each_head_are_not_shared() -> None:
+    """Command R+: ranks would hold the norms of all heads, and only some of the heads."""
+    for normed, layout in ((True, {"pp": 2}), (False, {"tp": 2})):
+        make_plan(spec(CONFIG | {"use_qk_norm": normed}, "cohere", **pinned(actor=layout)))
+    with pytest.raises(PlanError, match=r"layers of cohere models with use_qk_norm, .* set tp to 1"):
+        make_plan(spec(CONFIG | {"use_qk_norm": True}, "cohere", **pinned(actor={"tp": 2})))
 
 
 def trained(candidate: Candidate) -> list[int]:

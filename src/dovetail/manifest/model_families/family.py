@@ -128,6 +128,13 @@ class ModelFamily:
         """Whether tensor-parallel ranks can share its layers. They cannot share fused layers or experts."""
         return self.experts is None and all(part.split is not None for part in self.linears)
 
+    def unshared(self, use_qk_norm: bool) -> str | None:
+        """Names these models if tensor-parallel ranks cannot share their layers. Cohere's `use_qk_norm` gives each head
+        norms with weights of its own."""
+        if not self.splits:
+            return f"{self.name} models"
+        return f"{self.name} models with use_qk_norm" if use_qk_norm and not self.head_norms else None
+
     def windowed(self, config: Mapping[str, Any]) -> int:
         """The number of layers of a `config.json` that attend only to `sliding_window` tokens."""
         layers = int(config.get("num_hidden_layers", self.defaults["num_hidden_layers"]))

@@ -20,7 +20,7 @@ def problem(config: Mapping[str, Any]) -> str | None:
     family = MODEL_FAMILIES.get(kind)
     if family is None:
         why = _foreign(config) or (f" ({REFUSED[kind]})" if kind in REFUSED else "")
-        return f"model type {kind!r} is not supported{why}; docs/models.md names those that are"
+        return f"model type {kind!r} is not supported{why}; use one of {', '.join(MODEL_FAMILIES)}"
     if config.get("quantization_config") is not None:
         return "quantised weights cannot be trained; use the model's original weights"
     if (rope := next((r for r in _rope_types(config) if r in _ROPES), None)) is not None:
@@ -33,8 +33,15 @@ def problem(config: Mapping[str, Any]) -> str | None:
         return f"layers of type {other[0]!r} are not supported; use a model with {' and '.join(sorted(_KINDS))} only"
     if config.get("use_bidirectional_attention"):
         return "attention to later tokens is not supported; set use_bidirectional_attention to false in config.json"
-    if family.experts is not None and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
-        return "layers without experts between layers with experts are not supported; use a model with experts in all"
+    if family.experts is not None:
+        if config.get("mlp_only_layers") or "dense" in (config.get("mlp_layer_types") or ()):
+            return (
+                "layers without experts are not supported beside layers with experts; use a model with experts in all"
+            )
+        plain = {"decoder_sparse_step": 1, "first_k_dense_replace": 0, "num_shared_experts": 0}
+        for name, usual in {**plain, "expert_selection_fn": "softmax"}.items():
+            if (asked := config.get(name)) not in (None, usual):
+                return f"{name} {asked} is not supported in models with experts; use a model with {name} {usual}"
     return None
 
 
