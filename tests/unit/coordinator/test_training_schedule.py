@@ -35,7 +35,7 @@ from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.pipelines import SearchEffort
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.files.machine_profile import LinkTimes, ModelTimes, PassTimes, Profile
-from dovetail.protocol.messages import Action, CommandResult, StageTimes, Step
+from dovetail.protocol.messages import Action, CommandResult, Span, StageTimes, Step
 from dovetail.protocol.plan import Layout, Plan, coordinates, rank_at, stages_at
 from dovetail.trainer.engine.executor import check_actions
 
@@ -333,6 +333,36 @@ def test_later_searches_are_made_where_they_may_gain_more_than_they_take(
     kept = [more["reason"] for event, more in logged if event == "schedule.kept"]
     assert len(kept) == 2
     assert all("may save" in reason for reason in kept)
+
+
+@pytest.mark.slow
+def test_a_schedule_that_has_outgrown_the_memory_is_searched_anew(tmp_path: Path) -> None:
+    """Even where no search can save time. Where the schedule is kept, the report has the last measurements."""
+    spec, plan = job(activationMemory=1)
+
+    async def go() -> list[dict[str, Any]]:
+        scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
+        await scheduling.begin()
+        seen = []
+        for held in (1e6, 1.1e6, 1.1e6, 0.5e9):
+            plain = measured(0.01, slow="actor")
+            changes = {
+                "times": [each.model_copy(update={"activation": [held] * 4}) for each in plain.times],
+                "metrics": {"activation_peak_bytes": held},
+                "spans": [Span(name="mini-batch 0", process="trainer-0", lane="phases", start=0, end=held / 1e6)],
+            }
+            scheduling.learn(plain.model_copy(update=changes), 0)
+            await scheduling.close()
+            seen.append(RunFolder(tmp_path).schedule())
+        return seen
+
+    first, second, _, last = asyncio.run(go())
+    assert first["measured_peak_bytes"] == 1e6
+    assert second["measured_peak_bytes"] == 1.1e6
+    assert second["measured_seconds"] == pytest.approx(1.1)
+    assert second["after"] == first["after"], "it was kept"
+    assert first["memory"] / 1e6 * 0.5e9 > 2**30, "it has outgrown the limit"
+    assert last["memory"] <= last["memory_limit"] == 2**30
 
 
 @pytest.mark.slow

@@ -155,6 +155,7 @@ class Scheduling:
         self._learned = 0
         # The best makespan of the last search, as a multiple of the lower bound: with a few rules, and compiled.
         self._reached: dict[bool, float] = {}
+        self._report: dict[str, Any] = {}
         self._peak_bytes = 0.0
         self._seconds: list[float] = []
         self._kept: KeptPlacement | None = None
@@ -293,23 +294,38 @@ class Scheduling:
             gain = self._expected_gain(times, question, left, not question.small)
             searched = sum(not self._family(n).fixed for n in self._families(question))
             cost = SMALL_SECONDS * searched if question.small else SEARCH_SECONDS
-            if self._learned > 1 and gain <= cost:
-                self._log("schedule.kept", reason=f"a search takes {cost:.1f} s and may save {gain:.1f} s")
+            now = self._with(times, question)
+            fits = now is None or now.fits(question.problem.memory_limit)
+            if self._learned > 1 and gain <= cost and fits:
+                self._keep(f"a search takes {cost:.1f} s and may save {gain:.1f} s")
             else:
                 more = self._expected_gain(times, question, left, compiled=True)
                 self._choose(times, question, not question.small or more > SEARCH_SECONDS)
         except ProblemError as error:
-            self._log("schedule.kept", reason=str(error))
+            self._keep(str(error))
+
+    def _keep(self, reason: str) -> None:
+        """Keep the schedule. The report gets the last measurements."""
+        self._log("schedule.kept", reason=reason)
+        self._report |= self._measurements()
+        write_json(self._path, self._report)
+
+    def _with(self, times: Times, question: _Question) -> Schedule | None:
+        """The current schedule with these times and sizes. None if each model has ranks of its own, where there is no
+        other."""
+        current = self._current
+        if current is None or self._models_have_own_ranks:
+            return None
+        return evaluate(self._instance(current.family, times, question), current.orders)
 
     def _expected_gain(self, times: Times, question: _Question, left: int, compiled: bool) -> float:
         """The seconds that the rest of the stage would be shorter, if a search came as near to the lower bound as the
         last one of its kind did. 0 if that is too little to replace the schedule. It follows from the measured times
         alone, not from how long searches took."""
-        current = self._current
-        if current is None or self._models_have_own_ranks:
+        current = self._with(times, question)
+        if current is None:
             return 0.0
-        bound = self._bound(times, question)
-        now = evaluate(self._instance(current.family, times, question), current.orders).makespan
+        bound, now = self._bound(times, question), current.makespan
         reached = self._reached.get(compiled, max(1.0, COMPILED_GAIN * self._reached.get(False, 1.0)))
         fraction = 1 - reached * bound / now
         schedules = (
@@ -503,38 +519,40 @@ class Scheduling:
         have their own."""
         current = self._current
         assert current is not None
-        write_json(
-            self._path,
-            {
-                "chosen": current.family,
-                "pinned": self._spec.plan.intra_stage_fusion,
-                "measured": self._times.measured,
-                "profiled": self._times.profiled,
-                "communication": float(current.instance.problem.latencies.max()),
-                "mini_batches": current.instance.problem.mini_batches,
-                "speedup": serial.makespan / current.makespan,
-                "serial_memory": serial.peak,
-                "memory": current.peak,
-                "memory_limit": question.problem.memory_limit,
-                "in_bytes": question.in_bytes,
-                "measured_peak_bytes": self._peak_bytes,
-                "measured_seconds": statistics.median(self._seconds) if self._seconds else None,
-                "families": {
-                    name: {
-                        "makespan": found.makespan,
-                        "peak": found.peak,
-                        "description": family.description,
-                        "published": family.published,
-                        "runs_here": name in self._allowed and self._runs(name),
-                    }
-                    for name, found in choice.schedules.items()
-                    for family in [self._family(name)]
-                },
-                "refused": choice.refused,
-                "before": document(serial),
-                "after": document(current),
+        self._report = {
+            "chosen": current.family,
+            "pinned": self._spec.plan.intra_stage_fusion,
+            "measured": self._times.measured,
+            "profiled": self._times.profiled,
+            "communication": float(current.instance.problem.latencies.max()),
+            "mini_batches": current.instance.problem.mini_batches,
+            "speedup": serial.makespan / current.makespan,
+            "serial_memory": serial.peak,
+            "memory": current.peak,
+            "memory_limit": question.problem.memory_limit,
+            "in_bytes": question.in_bytes,
+            **self._measurements(),
+            "families": {
+                name: {
+                    "makespan": found.makespan,
+                    "peak": found.peak,
+                    "description": family.description,
+                    "published": family.published,
+                    "runs_here": name in self._allowed and self._runs(name),
+                }
+                for name, found in choice.schedules.items()
+                for family in [self._family(name)]
             },
-        )
+            "refused": choice.refused,
+            "before": document(serial),
+            "after": document(current),
+        }
+        write_json(self._path, self._report)
+
+    def _measurements(self) -> dict[str, float | None]:
+        """What the last iteration measured, for the report."""
+        seconds = statistics.median(self._seconds) if self._seconds else None
+        return {"measured_peak_bytes": self._peak_bytes, "measured_seconds": seconds}
 
 
 def _rank(schedule: Schedule) -> tuple[float, float]:
