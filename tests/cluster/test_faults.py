@@ -208,9 +208,9 @@ RETURNS = {
 }
 
 
-# A pod of each kind that comes anew or is mended in place, a node that goes, and processes that hear nothing any more.
+# A pod of each kind that comes anew, a node that goes, and processes that hear nothing any more.
 # tests/cluster/test_operator_api.py has an API server that is away and an operator that takes over.
-ALWAYS = ("coordinator killed", "vLLM killed", "node drained", "network cut")
+ALWAYS = ("coordinator killed", "trainer killed", "node drained", "network cut")
 
 
 @pytest.mark.parametrize(

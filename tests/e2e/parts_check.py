@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.protocol.weights import Tensor
+from dovetail.protocol.weights.layout import Tensor
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.engine.parts import parts, senders
 
@@ -18,11 +18,11 @@ def parts_agree(engine: Engine) -> bool:
         layout = senders(held, 16)
         assert layout is not None
         mine = list(parts(held))
-        rank = layout.rank(0, held.dp_rank, held.groups.tp_rank)
+        rank = held.dp_rank * layout.tp + held.groups.tp_rank
         if [part.name for part in mine] != list(whole):
             return False
         for part in mine:
-            places = layout.boxes(Tensor(part.name, part.shape, tp_dim=part.tp_dim), 1)
+            places = layout.boxes(Tensor(part.shape, part.tp_dim, part.tensor.element_size()))
             expected = next((box for box, ranks in places.items() if rank in ranks), None)
             at = tuple(slice(*interval) for interval in part.box)
             if expected not in (part.box, None) or (expected is None) != (part.tensor.numel() == 0):

@@ -113,11 +113,12 @@ affinity:
 {{- $coreDNS := dict "namespaceSelector" (dict "matchLabels" (dict $key "kube-system")) "podSelector" (dict "matchLabels" (dict "k8s-app" "kube-dns")) }}
 {{- $openShift := dict "namespaceSelector" (dict "matchLabels" (dict $key "openshift-dns")) }}
 {{- $nodeLocal := dict "ipBlock" (dict "cidr" "169.254.20.10/32") }}
+{{- $cloudDNS := dict "ipBlock" (dict "cidr" "169.254.169.254/32") }}
 {{- $ports := list }}
 {{- range list 53 5353 }}
 {{- $ports = concat $ports (list (dict "port" . "protocol" "UDP") (dict "port" . "protocol" "TCP")) }}
 {{- end }}
-{{- $rules = prepend $rules (dict "to" ($values.nameServers | default (list $coreDNS $openShift $nodeLocal)) "ports" $ports) }}
+{{- $rules = prepend $rules (dict "to" ($values.nameServers | default (list $coreDNS $openShift $nodeLocal $cloudDNS)) "ports" $ports) }}
 {{- end }}
 {{- with $values.hub }}
 {{- $rules = append $rules (dict "to" . "ports" (list (dict "port" 443 "protocol" "TCP"))) }}

@@ -146,7 +146,8 @@ class Spawner:
                 self._asked.discard(message["name"])
                 events.append(Exited(message["name"], message["code"]))
         if ended:
-            code = self._bury()
+            # A spawner that was told to end does so with 0, after it has killed its processes.
+            code = self._bury() or -signal.SIGKILL
             events += [Exited(name, code, lost=True) for name in sorted(self._asked)]
             self._asked.clear()
             self._pids.clear()

@@ -77,6 +77,10 @@ class LogFiles:
         """What the process said last since it was started."""
         return logs.last_line(spec.log, self._starts[spec.name])
 
+    def last_of(self, spawner: Spawner) -> str | None:
+        """What a spawner said last."""
+        return spawner.last_log_line()
+
     def files(self) -> list[int]:
         return []
 
@@ -194,12 +198,14 @@ class Supervisor:
         """Wait at most `seconds` for an event and handle it. Returns the outcome if the job is over, else None."""
         self._wait(seconds)
         lost_counted = False
+        first: Outcome | None = None
         for spawner in self._spawners:
             for event in spawner.poll():
                 outcome = self._handle(event, count=not (isinstance(event, Exited) and event.lost and lost_counted))
                 lost_counted |= isinstance(event, Exited) and event.lost
-                if outcome is not None:
-                    return outcome
+                first = first or outcome
+        if first is not None:
+            return first
         self._end_hung()
         now = self._clock()
         for process in self._processes.values():
@@ -276,7 +282,7 @@ class Supervisor:
         if event.lost:
             hung = process.spawner.killed_as
             how = f"its spawner killed, as it hung: {hung}" if hung else f"{how} of its spawner"
-            last = process.spawner.last_log_line()
+            last = self._output.last_of(process.spawner)
         now = self._clock()
         seconds = now - process.started_at
         if seconds > HEALTHY_SECONDS:

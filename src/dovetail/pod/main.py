@@ -28,7 +28,7 @@ from typing import Any
 from dovetail.gpus.nvidia_driver import cuda_devices
 from dovetail.launch.liveness import Liveness, LivenessLimits, Pulses
 from dovetail.launch.processes import ProcessSpec
-from dovetail.launch.spawn import ExecSpawner
+from dovetail.launch.spawn import ExecSpawner, Spawner
 from dovetail.launch.supervisor import Ended, LogFiles, Outcome, RestartBudget, Supervisor, cpu_threads
 from dovetail.manifest import fixed_names
 from dovetail.manifest.types import Group, RLHFJob, Role
@@ -51,6 +51,7 @@ GRACE_SECONDS = 30.0
 DRAIN_SECONDS, RETIRE_SECONDS = 15, 5.0
 # A server or scorer that worked this long was not broken from the start.
 STEADY_SECONDS = 60.0
+SPAWNER = "spawner"
 STOPPED = 128 + signal.SIGTERM
 TERMINATION_LOG = Path(fixed_names.TERMINATION_LOG)
 LONGEST_LINE = 2000
@@ -107,8 +108,14 @@ class PodOutput(LogFiles):
         self._last.pop(spec.name, None)
 
     def last(self, spec: ProcessSpec) -> str | None:
+        return self._said(spec.name)
+
+    def last_of(self, spawner: Spawner) -> str | None:
+        return self._said(SPAWNER)
+
+    def _said(self, name: str) -> str | None:
         self.copy()
-        lines = [line for line in self._last.get(spec.name, b"").split(b"\n") if line.strip()]
+        lines = [line for line in self._last.get(name, b"").split(b"\n") if line.strip()]
         return message_of(lines[-1].decode(errors="replace").strip()) if lines else None
 
     def files(self) -> list[int]:
@@ -146,7 +153,7 @@ class PodRestarts:
             self._finishing.discard(name)
             return None if self._finishing else Outcome(True)
         worked = not ended.spec.finishes and code != BAD_CONFIGURATION and ended.seconds >= self._steady
-        if worked and self.budget.take(ended.at):
+        if worked and (not ended.counts or self.budget.take(ended.at)):
             return 0.0
         reason = f"{name} ended ({ended.how})" + (f": {ended.last}" if ended.last else "")
         return Outcome(False, reason, code=128 - code if code < 0 else code or 1)
@@ -173,7 +180,7 @@ class Pod:
         def environment(name: str, more: Mapping[str, str]) -> dict[str, str]:
             return {**environ, **more, PULSE: str(pulses.path(name))}
 
-        spawner = ExecSpawner(environment("spawner", {}), self.output.pipe("spawner"))
+        spawner = ExecSpawner(environment(SPAWNER, {}), self.output.pipe(SPAWNER))
         specs = [replace(p, env=environment(p.name, p.env), log=self.output.pipe(p.name)) for p in processes]
         self._supervisor = Supervisor(
             [(spec, spawner) for spec in specs],

@@ -140,7 +140,7 @@ def train(
     )
     loaded = torch.cuda.memory_allocated()
     arrays = _samples(samples, prompt, response)
-    context = Context(job, groups, engine, lambda _: arrays, timeline, load_loss(job.ppo), None)
+    context = Context(job, groups, engine, lambda _, _part: arrays, timeline, load_loss(job.ppo), None)
     each = {name: micro_batches * dp // layout.dp for name, layout in layouts.items()}
     words = schedule or encode(serial_1f1b(layouts, each, list(models)))
     actions = StoredSchedule("", 1, words).actions()

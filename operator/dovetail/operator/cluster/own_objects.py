@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dovetail.kube.connection import KubeError
 from dovetail.kube.names import EARLIER_FOLDERS, FOLDER
 from dovetail.kube.owners import controlled_by, kept_for, labelled_for, left_by
-from dovetail.kube.resources import JOBSET, POD_GROUP, VOLUME_CLAIM
+from dovetail.kube.resources import JOBSET, POD, POD_GROUP, VOLUME_CLAIM
 from dovetail.operator.cluster.client import Client, Object
 from dovetail.operator.log import log
 from dovetail.operator.reconcile.refusals import left_over, taken
@@ -95,5 +95,7 @@ def not_ours(found: Object, kind: str, context: RenderContext) -> NameTaken:
     """The error for a name that is taken. `found` has the name, and this job does not control it."""
     name = found["metadata"]["name"]
     if left_by(found, context.name, context.uid):
-        return NameTaken(left_over(kind, name), leaving=True)
+        owners = found["metadata"].get("ownerReferences") or ()
+        pods = [each["name"] for each in owners if each.get("kind") == POD.kind]
+        return NameTaken(left_over(kind, name, pods), leaving=True)
     return NameTaken(taken([(kind, name)]), False, [(kind, name)])

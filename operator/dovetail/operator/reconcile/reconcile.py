@@ -444,10 +444,12 @@ class _Reconciler:
         return found
 
     def _whole(self, pods: list[Object]) -> bool:
-        """Whether the coordinator and all trainers run. `pods` has those that nodes run."""
+        """Whether the coordinator and all trainers run or are done. `pods` has those that nodes run. Trainers are done
+        before the coordinator has copied the models."""
+        done = [p for p in self._children.of(POD.kind) if p.get("status", {}).get("phase") == "Succeeded"]
         trainers = (group for group in self._context.job.spec.groups if Role.TRAINER in group.roles)
         wanted = 1 + sum(self._context.guaranteed(group) for group in trainers)
-        return sum(label(pod, names.GROUP_LABEL) not in self._rollouts() for pod in live(pods)) >= wanted
+        return sum(label(pod, names.GROUP_LABEL) not in self._rollouts() for pod in [*live(pods), *done]) >= wanted
 
     def _changed(self, jobset: Object) -> bool:
         """Whether the user changed images, pod templates or the number of trainers since the JobSet was made. If only

@@ -49,9 +49,13 @@ def forged(name: str) -> str:
     return f"Secret {name} names this job as its owner, but the operator did not make it. Delete it."
 
 
-def left_over(kind: str, name: str) -> str:
-    """The sentence for an object of an earlier job with the same name that is not deleted yet."""
-    return f"the job waits until {kind} {name} of an earlier job with this name is deleted"
+def left_over(kind: str, name: str, pods: Sequence[str] = ()) -> str:
+    """The sentence for an object of an earlier job with the same name that is not deleted yet. `pods`: the names of the
+    pods that it waits for."""
+    said = f"the job waits until {kind} {name} of an earlier job with this name is deleted"
+    if not pods:
+        return said
+    return f"{said}; it stays until pod {pods[0]} has ended; if that pod's node is gone, delete the pod with --force"
 
 
 def held_up(

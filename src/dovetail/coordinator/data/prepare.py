@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from dovetail.coordinator.data.fingerprints import Fingerprint
 from dovetail.coordinator.data.plain_fields import plain_fields
 from dovetail.coordinator.data.records import Prompt, equal_pairs
 from dovetail.coordinator.data.seeds import derived_seed
-from dovetail.coordinator.data.sources import Rows
+from dovetail.coordinator.data.sources import CHECKED, Rows
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.coordinator.data.text.chat_template import chat_format
 from dovetail.coordinator.data.text.tokenize import (
@@ -184,6 +185,8 @@ class Prepared:
                 mark(data.places(step, size))
         places = [np.flatnonzero(each) for each in used]
         depends = [
+            CHECKED,
+            {name: version(name) for name in ("dovetail-rlhf", "tokenizers", "transformers")},
             spec.data.model_dump(mode="json"),
             spec.seed,
             {name: print_ for name, print_ in self.data.fingerprints.items() if f".{kind}[" in name},
@@ -324,7 +327,12 @@ class Prepared:
         """The arrays `ptx_tokens` (N,T) int32, `ptx_lengths` (N,) int32 and `ptx_loss_mask` (N,T) uint8. N is the
         number of samples in the iteration."""
         demonstrations = _have(self.data.demonstrations, "demonstrations")
-        return self._sft_batch(demonstrations.places(iteration, self.spec.ppo.global_batch_size), "ptx_")
+        places = demonstrations.places(iteration, self.spec.ppo.global_batch_size)
+        if iteration > self.spec.ppo.iterations:  # a loop of one's own, whose records are not in the table
+            records = [demonstrations.parts[source].records[record] for source, record in places]
+            rows = [row for record in records for row in self.encoder.sequences(record)]
+            return sft_batch(rows, self.encoder.pad, "ptx_")
+        return self._sft_batch(places, "ptx_")
 
     @property
     def _prompts_per_iteration(self) -> int:

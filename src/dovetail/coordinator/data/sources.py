@@ -43,10 +43,10 @@ class Rows:
 
     @property
     def files(self) -> list[tuple[str, int]]:
-        """Name and size in bytes of each Arrow file of the table. A name contains a hash of what the file is made
-        from."""
+        """Path and size in bytes of each Arrow file of the table. The name of the file or of a folder of it contains a
+        hash of what it is made from."""
         paths = [Path(file["filename"]) for file in self.table.cache_files]
-        return [(path.name, path.stat().st_size) for path in paths]
+        return [("/".join(path.parts[-4:]), path.stat().st_size) for path in paths]
 
     def __getitem__(self, index: int) -> Record:
         return convert(self.row(self.table[index]), self.format, self.kind, self.chat, self.where(index), self.template)

@@ -12,6 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +38,9 @@ VERSION = 1  # of the file
 CHUNK = 256  # records that are tokenised together
 # A list with more characters than this is tokenised by processes. One process takes about five seconds for it.
 MANY_CHARACTERS = 20_000_000
-MOST_PROCESSES = 16
+# Each has an interpreter and a tokenizer of its own, and a coordinator has little memory.
+MOST_PROCESSES = 4
+CHUNK_SECONDS = 600.0  # after which a process that does not answer is killed
 TOLD_SECONDS = 2.0
 BLOCK_BYTES = 1 << 20
 # The columns of the file after the token ids, each int64. `lengths` and `prompt_lengths` have an entry for each
@@ -81,8 +84,8 @@ class TokenTable:
         columns = np.memmap(path, np.int64, "r", offset=_padded(4 * counts["tokens"])) if counts["lengths"] else _EMPTY
         bounds = np.cumsum([0, *(counts[name] for name in COLUMNS)])
         self._of = {name: columns[a:b] for name, a, b in zip(COLUMNS, bounds, bounds[1:], strict=False)}
-        self._ends = np.cumsum([0, *self._of["lengths"]])
-        self._range_ends = np.cumsum([0, *self._of["ranges"]])
+        self._ends = np.concatenate([[0], np.cumsum(self._of["lengths"])])
+        self._range_ends = np.concatenate([[0], np.cumsum(self._of["ranges"])])
         self._each = len(self._of["lengths"]) // max(1, int(starts[-1]))
 
     def _row(self, place: Place) -> int:
@@ -180,9 +183,11 @@ def _write(
             os.fsync(file.fileno())
         temporary.rename(path)
         sync(path.parent)
-    except OSError as error:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)  # on a full disk other files need the space
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     counts = {name: sum(map(len, parts)) for name, parts in columns.items()}
     return {"tokens": tokens, **counts}, digest.hexdigest()
 
@@ -266,10 +271,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _asked(process: subprocess.Popen[bytes], records: list[Any]) -> Parts:
     assert process.stdin is not None
     assert process.stdout is not None
-    pickle.dump(records, process.stdin)
-    process.stdin.flush()
-    made: Parts = pickle.load(process.stdout)
-    return made
+    late = threading.Timer(CHUNK_SECONDS, process.kill)
+    late.start()
+    try:
+        pickle.dump(records, process.stdin)
+        process.stdin.flush()
+        made: Parts = pickle.load(process.stdout)
+        return made
+    finally:
+        late.cancel()
 
 
 def main(given: IO[bytes], answers: IO[bytes]) -> None:

@@ -221,6 +221,9 @@ class PPOStage:
         iterations meanwhile."""
         prompts = self._maker.begin(iteration, given)
         with self._maker.open(iteration) as turn:
+            if turn.alone:
+                left = turn.left.count
+                self._records.progress.update(samples_done=turn.total - left, samples_total=turn.total)
             await self._reach(turn)
             await self._maker.draw(turn, prompts)
         made = await self._maker.experience(prompts)

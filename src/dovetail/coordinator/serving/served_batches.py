@@ -48,14 +48,16 @@ class Batches:
         name = f"{key} {len(self.references)}" if stage.startswith(Stage.DPO) else key
         if name not in self._packed:
             self._packed[name] = asyncio.create_task(asyncio.to_thread(self._pack, key))
+        task = self._packed[name]
         try:
-            found = await asyncio.shield(self._packed[name])
-            while self.buffered > KEPT_BYTES and len(self._packed) > 1:
-                self._packed.popitem(last=False)
-            return found
-        except (LookupError, NotPrepared, ValueError):
-            self._packed.pop(name, None)
+            found = await asyncio.shield(task)
+        except BaseException:
+            if task.done() and (task.cancelled() or task.exception() is not None):
+                self._packed.pop(name, None)  # the next request tries again
             raise
+        while self.buffered > KEPT_BYTES and len(self._packed) > 1:
+            self._packed.popitem(last=False)
+        return found
 
     @property
     def buffered(self) -> int:

@@ -1,5 +1,5 @@
 """Per-token estimators of KL(policy || reference) from samples of the policy (Schulman 2020, "Approximating
-KL divergence"), and the KL penalty as a term of the loss. `coordinator/loop/kl_controller.py` adapts the coefficient.
+KL divergence"), and the KL penalty as a term of the loss. `coordinator/loop/ppo_stage.py` adapts the coefficient.
 
 A good estimate of a value need not have a good gradient (Liu et al. 2025, "Rethinking KL Regularization in RLHF"; Tang
 and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL"). With r = log p - log p_ref and samples
