@@ -156,7 +156,7 @@ def begun(spec: RLHFJobSpec, plan: Plan, records: Records, folder: Path, result:
         scheduling = Scheduling(spec, plan, records, folder, lambda *_, **__: None)
         await scheduling.begin()
         if result is not None:
-            scheduling.learn(result)
+            scheduling.learn(result, 10)
             await scheduling.close()
         return scheduling, await scheduling.current()
 

@@ -97,7 +97,7 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("command", HERE)
 def test_it_runs(command: str, here: Path) -> None:
     # A model of a hub is out of reach here. A folder stands in.
-    local = re.sub(r"Qwen/Qwen2\.5-0\.5B(-Instruct)?", str(here / "model"), command)
+    local = re.sub(r"Qwen/Qwen(2\.5-0\.5B(-Instruct)?|3-8B)", str(here / "model"), command)
     if "gpus.yaml" in command:
         local = local.replace("job.yaml", "examples/quickstart-cluster.yaml")
     if command.startswith("schedule"):
