@@ -129,7 +129,7 @@ OPERATOR = (
     | of("", "secrets", "get create")
     | of(RBAC, "roles", "list watch create patch")
     | of(RBAC, "rolebindings", "list watch create patch")
-    | of("networking.k8s.io", "networkpolicies", "list watch create patch")
+    | of("networking.k8s.io", "networkpolicies", "list watch create patch delete")
     | of("policy", "poddisruptionbudgets", "list watch create patch")
     | of("", "events", "create list")
     | of("kueue.x-k8s.io", "workloads", "list")

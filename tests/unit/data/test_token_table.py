@@ -168,6 +168,26 @@ def test_a_malformed_record_of_a_table_ends_the_preparation(tmp_path: Path) -> N
         job(tmp_path, stages=["sft"], data=data, sft={"epochs": 1}).tokenise()
 
 
+def test_a_list_that_is_half_tokenised_takes_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(encoder: Any, records: Any) -> Any:
+        raise DataError("record 21 is malformed")
+
+    monkeypatch.setattr(token_table, "encode", encode)
+    with pytest.raises(DataError, match="record 21"):
+        job(tmp_path, stages=["sft"]).tokenise()
+    assert not list((tmp_path / "run/cache/tokens").iterdir())
+
+
+def test_a_loop_of_ones_own_goes_on_with_demonstrations_after_the_manifests_iterations(tmp_path: Path) -> None:
+    made = job(tmp_path)
+    demonstrations = made.data.demonstrations
+    assert demonstrations is not None
+    for iteration in (3, 4, 50):
+        places = demonstrations.places(iteration, 8)
+        rows = [r for s, i in places for r in made.encoder.sequences(demonstrations.parts[s].records[i])]
+        assert same(made.ptx_batch(iteration), tokenize.sft_batch(rows, made.pad_token_id, "ptx_"))
+
+
 @pytest.mark.slow
 def test_processes_make_the_same_tokens_and_one_that_dies_loses_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -223,6 +243,33 @@ def test_ranks_that_ask_at_once_get_one_batch_that_is_made_beside_the_event_loop
     assert threads[0] is not threading.main_thread()
     assert all(answer is answers[0] for answer in answers)
     assert same(unpack(answers[0]), made.sft_batch(1))
+
+
+def test_a_batch_that_could_not_be_packed_is_packed_when_it_is_asked_for_again(tmp_path: Path) -> None:
+    made = job(tmp_path)
+    errors: list[Exception] = [OSError(28, "No space left on device"), MemoryError()]
+
+    class Failing:
+        reward_batch = dpo_batch = None
+
+        def sft_batch(self, step: int) -> Arrays:
+            if errors:
+                raise errors.pop()
+            return made.sft_batch(step)
+
+    failing: Any = Failing()
+    store: Any = type("Store", (), {"items": lambda *_: {}})()
+    batches = Batches(failing, ExperienceFiles(tmp_path / "run"), store)
+
+    async def ask() -> bytes:
+        for error in (MemoryError, OSError):
+            with pytest.raises(error):
+                await batches.fetch("sft/1")
+        found = await batches.fetch("sft/1")
+        assert isinstance(found, bytes)
+        return found
+
+    assert same(unpack(asyncio.run(ask())), made.sft_batch(1))
 
 
 def test_packed_batches_have_a_limit_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

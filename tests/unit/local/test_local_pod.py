@@ -180,6 +180,15 @@ def test_a_process_whose_pulse_stops_is_killed(modules):
 
 
 @pytest.mark.slow
+def test_ranks_that_end_with_their_spawner_have_not_finished_and_the_rest_ends_at_once(modules):
+    """Somebody ends the spawner, which kills its processes and exits with 0. All of them are lost in one look."""
+    write, environ = modules
+    trains = write("trains", "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)\n" + WAIT, finishes=True)
+    code, message = run([trains, write("waits", WAIT)], environ, grace=3600.0)
+    assert code == 128 + signal.SIGKILL
+    assert message.startswith("trains ended (signal SIGKILL of its spawner)")
+
+
 def test_the_pod_is_done_when_all_that_finish_have(modules):
     write, environ = modules
     first, second = write("one", "print(1)", finishes=True), write("two", "import time\ntime.sleep(0.5)", finishes=True)

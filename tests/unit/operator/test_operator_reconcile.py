@@ -13,6 +13,7 @@ from dovetail.manifest.describe.crd import crd
 from dovetail.operator.reconcile import progress
 from dovetail.operator.reconcile.progress import judged
 from dovetail.operator.reconcile.reconcile import PlanRefused, reconcile
+from dovetail.operator.reconcile.refusals import left_over
 from dovetail.protocol.process.process_names import COORDINATOR
 from helpers.fake_cluster import a_cluster, restarting, running
 
@@ -371,6 +372,19 @@ def test_the_network_policy_outlives_the_job_until_its_pods_have_ended():
     assert left_by(left, "demo", "of-the-next")
     assert not left_by(left, "demo", cluster.document["metadata"]["uid"])
     assert not left_by(left, "other", "of-the-next")
+    pods = [owner["name"] for owner in left["metadata"]["ownerReferences"]]
+    assert f"it stays until pod {pods[0]} has ended" in left_over("NetworkPolicy", "demo", pods)
+
+
+def test_the_budget_protects_the_coordinator_that_copies_the_models():
+    """Its trainers are done by then."""
+    cluster = running()
+    needed = cluster.objects["PodDisruptionBudget", "demo"]["spec"]["minAvailable"]
+    cluster.end(cluster.pod("trainer"), 0)
+    for _ in range(3):
+        cluster.reconcile()
+        cluster.step()
+    assert cluster.objects["PodDisruptionBudget", "demo"]["spec"]["minAvailable"] == needed > 0
 
 
 @pytest.mark.parametrize(
