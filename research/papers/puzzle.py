@@ -194,10 +194,10 @@ def sections() -> Iterator[Section]:
     )
 
 
-EstimatedCandidate = dict[tuple[str, str], Compared]
+Found = dict[tuple[str, str], Compared]
 
 
-def _figure_8(found: EstimatedCandidate) -> Section:
+def _figure_8(found: Found) -> Section:
     section = Section("PUZZLE figure 8, whole iterations", "times DeepSpeed-Chat")
     gains: dict[str, list[float]] = {name: [] for name in CLUSTERS}
     for (setting, cluster), each in found.items():
@@ -222,7 +222,7 @@ def _figure_8(found: EstimatedCandidate) -> Section:
     return section
 
 
-def _figure_9(found: EstimatedCandidate) -> Section:
+def _figure_9(found: Found) -> Section:
     section = Section("PUZZLE figure 9, time-sharing in the training stage", "times without")
     gains = {}
     for key, each in found.items():
@@ -258,7 +258,7 @@ def _equation_1() -> Section:
     return section
 
 
-def _figure_11(found: EstimatedCandidate) -> Section:
+def _figure_11(found: Found) -> Section:
     section = Section("PUZZLE figure 11, against one layout for both tasks", "times")
     gains: dict[str, list[float]] = {"generation-optimal": [], "training-optimal": []}
     by_cluster: dict[str, list[float]] = {name: [] for name in CLUSTERS}
@@ -276,7 +276,7 @@ def _figure_11(found: EstimatedCandidate) -> Section:
     return section
 
 
-def _figure_12(found: EstimatedCandidate) -> Section:
+def _figure_12(found: Found) -> Section:
     section = Section("PUZZLE figure 12, stages of 7B/7B", "seconds")
     for cluster in CLUSTERS:
         each = found["7B/7B", cluster]
@@ -291,7 +291,7 @@ def _figure_12(found: EstimatedCandidate) -> Section:
     return section
 
 
-def _table_3(found: EstimatedCandidate) -> Section:
+def _table_3(found: Found) -> Section:
     section = Section("PUZZLE table 3, switching the actor", "seconds", higher=False)
     for setting, clusters in TABLE_3.items():
         for cluster, published in clusters.items():

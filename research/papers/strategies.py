@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Literal
 
 from dovetail.planner.candidate import Candidate, Placement, Share, Task
@@ -24,6 +23,7 @@ from dovetail.planner.search import (
     Sizes,
     Slots,
     every_size,
+    orders,
     sizes,
 )
 from dovetail.planner.seconds import GPUCosts, Option
@@ -179,5 +179,6 @@ def exhaustive(limits: Limits, costs: GPUCosts) -> Result:
 
 
 def combinations(layouts: Sequence[Ranked]) -> Iterator[tuple[Option, ...]]:
-    """One option of each list; each combination once."""
-    yield from product(*layouts)
+    """One option of each list, by the sum of their seconds; each combination once."""
+    for at in orders(layouts):
+        yield tuple(ranked[i] for ranked, i in zip(layouts, at, strict=True))

@@ -40,7 +40,7 @@ def timeline_page(name: str, chosen: Chosen) -> bytes:
     bars = [bar for bar in simulated.bars if shown is None or (bar.pool, bar.gpu) in shown]
     lanes: dict[tuple[str, int], list[tuple[Any, ...]]] = {}
     for bar in sorted(sorted(bars, key=lambda bar: bar.start - bar.end)[:BARS], key=lambda bar: bar.start):
-        lanes.setdefault((bar.pool, bar.gpu), []).append((bar.name, bar.start, bar.end, bar.process))
+        lanes.setdefault((bar.pool, bar.gpu), []).append((bar.name, bar.start, bar.end, bar.lane))
     plan = {
         "title": "Timeline by GPU" if shown is None else "Timeline, one GPU of each kind",
         "facts": [

@@ -21,7 +21,7 @@ from dovetail.manifest.model_shape import Head, ModelShape
 from dovetail.manifest.sizes import pod_count, relays_weights, trained_models, trainer_world
 from dovetail.manifest.types import Dtype, Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.candidate import scorer_models
-from dovetail.planner.lags import DrawnIterations, Parts
+from dovetail.planner.lags import Lanes, Parts
 from dovetail.planner.layouts import SEVERAL, Placed, PlannedJob, allowed_layouts, worth
 from dovetail.planner.memory import (
     GIB,
@@ -338,7 +338,7 @@ def place(job: PlannedJob) -> Placed | None:
     return Placed(
         {m: best.layout if m in models or best.layout in allowed[m] else allowed[m][0] for m in allowed},
         _prediction(spec, machine, best, [f for f in found if f is not best]),
-        drawn=lambda: drawn_on_cpus(spec, machine, best),
+        lanes=lambda: predicted_lanes(spec, machine, best),
     )
 
 
@@ -390,8 +390,8 @@ def predict_iteration(
     return PredictedIteration(placement, layout, stages, {n: sum(f[n] for f in found) / DRAWS for n in found[0]})
 
 
-def drawn_on_cpus(spec: RLHFJobSpec, machine: Machine, best: PredictedIteration) -> DrawnIterations:
-    """The same iterations, on two sides that share the machine's cores. With a lag the trainers recompute the old
+def predicted_lanes(spec: RLHFJobSpec, machine: Machine, best: PredictedIteration) -> Lanes:
+    """The same iterations as two lanes that share the machine's cores. With a lag the trainers recompute the old
     log-probabilities."""
     synchronous, lagged = [], []
     for stage in best.stages:
@@ -404,7 +404,7 @@ def drawn_on_cpus(spec: RLHFJobSpec, machine: Machine, best: PredictedIteration)
         if spec.ppo.old_log_probs == "Rollout":
             learnt = {**learnt, "training": learnt["training"] + forward_seconds(work, machine)}
         lagged.append(replace(parts, training=learnt))
-    return DrawnIterations(synchronous, lagged, machine.cores)
+    return Lanes(synchronous, lagged, machine.cores)
 
 
 def _lengths(spec: RLHFJobSpec, machine: Machine, rng: np.random.Generator) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -33,18 +33,9 @@ from dovetail.planner.layouts import (
     worth,
 )
 from dovetail.planner.memory import Training, problem, worst
-from dovetail.planner.search import (
-    ALONE,
-    Effort,
-    EstimatedCandidate,
-    Limits,
-    Result,
-    Search,
-    alternatives,
-    search_fewest_stages,
-)
+from dovetail.planner.search import ALONE, Effort, Found, Limits, Result, Search, alternatives, search_fewest_stages
 from dovetail.planner.seconds import Estimate, GPUCosts
-from dovetail.planner.simulated_iteration import drawn_on_gpus
+from dovetail.planner.simulated_iteration import drawn_lanes
 from dovetail.protocol.plan import Layout
 from dovetail.protocol.prediction import Alternative, PredictedStage
 
@@ -186,7 +177,7 @@ def _place(job: PlannedJob, by_layer: bool, than: float | None = None, others: b
         by_layer=frozenset((Stage.PPO, m) for m, share in shares.items() if share.gathers),
         dedicated=dedicated,
         chosen=found,
-        drawn=lambda: drawn_on_gpus(found.candidate, found.costs, job.spec.seed),
+        lanes=lambda: drawn_lanes(found.candidate, found.costs, job.spec.seed),
     )
     return _with_stages(job, placed, layouts)
 
@@ -514,7 +505,7 @@ def _plainest(result: Result, costs: GPUCosts) -> Result:
     near = [best]
     for other in result.rejected:
         if other.seconds is not None and not worth(best.seconds, other.seconds, costs.work.steps):
-            near.append(EstimatedCandidate(other.candidate, costs.estimate(other.candidate)))
+            near.append(Found(other.candidate, costs.estimate(other.candidate)))
     plainest = min(near, key=lambda found: (len({*found.candidate.note.split("; ")} - {"", ALONE}), found.seconds))
     if plainest is best:
         return result

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -412,6 +412,22 @@ def front(ranked: Ranked, width: int) -> Ranked:
     return kept
 
 
+def orders(layouts: Sequence[Ranked]) -> Iterator[tuple[int, ...]]:
+    """Combinations of options by the sum of their seconds, the smallest first, each once. A combination holds the index
+    of an option in each list."""
+    start = (0,) * len(layouts)
+    heap = [(sum(ranked[0].seconds for ranked in layouts), start, 0)]
+    while heap:
+        seconds, at, last = heapq.heappop(heap)
+        yield at
+        # A combination is reached from one other only: the last index that is not 0 is one smaller there.
+        for k in range(last, len(layouts)):
+            ranked, i = layouts[k], at[k]
+            if i + 1 < len(ranked):
+                more = seconds + ranked[i + 1].seconds - ranked[i].seconds
+                heapq.heappush(heap, (more, (*at[:k], i + 1, *at[k + 1 :]), k))
+
+
 # ------------------------------------------------------------ every layout
 
 
@@ -450,6 +466,10 @@ def training_shares(
                 yield [Share(slot.pool, slot.first, layout.pp, layout.tp, layout.dp, micro, *way) for way in ways]
 
 
+# The number of a structure's fastest combinations that are estimated, and the number that are checked to find them.
+COMBINATIONS = 8
+PATIENCE = 200
+AT_ONCE = 32
 # The least seconds that a change costs, so that one without a cost is not infinitely good.
 LEAST_SECONDS = 1e-6
 # Smaller savings do not count, because sums in another order differ by as much.
@@ -474,13 +494,18 @@ class Combinations:
 
     # ------------------------------------------------------------ what is worth an estimate
 
-    def repaired(self) -> Iterator[Combination]:
-        """Combinations that fit after replacements. There is one for each pair of micro-batch size and tp, which actor
-        and critic must have in common."""
-        for layouts in self.alike():
-            chosen = self._agreed(self._filling.repaired(layouts))
-            if chosen is not None and self._fits_side_by_side(chosen):
-                yield chosen
+    def few(self) -> Iterator[Combination]:
+        """The fastest combination if it fits. Otherwise those that fit after the fewest changes."""
+        first = next(self._agreeing(1), None)
+        if first is not None:
+            yield first
+        else:
+            yield from self._repaired()
+
+    def many(self) -> list[Combination]:
+        """The fastest combinations, those of `few`, and those with few weights to move, each once."""
+        found = islice(self._agreeing(PATIENCE), COMBINATIONS)
+        return list(dict.fromkeys([*found, *self._repaired(), *self._aligned()]))
 
     def least(self) -> Combination | None:
         """The combination that keeps least of a GPU while other tasks work, and then needs least for each task. If any
@@ -499,6 +524,53 @@ class Combinations:
         if not all(layouts):
             return None
         return self._agreed([min(each, key=lambda o: (not o.share.offload, o.need)) for each in layouts])
+
+    def _agreeing(self, patience: int) -> Iterator[Combination]:
+        """The fastest combinations that fit, among the first `patience` ones."""
+        layouts = self.ranking.layouts
+        coming = islice(orders(layouts), patience)
+        while some := list(islice(coming, AT_ONCE)):
+            for at, fits in zip(some, self._filling.fitting(layouts, some), strict=True):
+                if fits:
+                    chosen = self._agreed([ranked[i] for ranked, i in zip(layouts, at, strict=True)])
+                    if chosen is not None and self._fits_side_by_side(chosen):
+                        yield chosen
+
+    def _repaired(self) -> Iterator[Combination]:
+        """Combinations that fit after replacements. There is one for each pair of micro-batch size and tp, which actor
+        and critic must have in common."""
+        for layouts in self.alike():
+            chosen = self._agreed(self._filling.repaired(layouts))
+            if chosen is None:
+                continue
+            unlike = self.laid_out(chosen) != list(chosen)
+            if not unlike or self._fit(chosen):
+                yield chosen
+            for alike in self._same_stages(layouts) if unlike else ():
+                if (chosen := self._agreed(self._filling.repaired(alike))) is not None:
+                    yield chosen
+
+    def _aligned(self) -> Iterator[Combination]:
+        """Combinations with one layout for training and generation, if they share GPUs. Then no weights move."""
+        structure = self.ranking.structure
+        if structure.dedicated or structure.generation != structure.actor_training:
+            return
+        wide = self._ranker.rank(structure, EVERY)
+        assert isinstance(wide, Ranking)
+        mine, tasks = type(self)(wide, self._ranker), [task for task, _ in wide.places]
+        by_layout: list[dict[tuple[int, int], Ranked]] = [{} for _ in tasks]
+        for found_here, ranked in zip(by_layout, wide.layouts, strict=True):
+            for option in ranked:
+                found_here.setdefault((option.share.pp, option.share.tp), []).append(option)
+        for layout in by_layout[tasks.index("actor_training")]:
+            for shared in ((*TRAINING, "generation", "critic"), (*TRAINING, "generation")):
+                layouts = [
+                    here[layout] if task in shared and layout in here else ranked
+                    for task, ranked, here in zip(tasks, wide.layouts, by_layout, strict=True)
+                ]
+                chosen = mine._agreed(mine._filling.repaired(layouts))
+                if chosen is not None and mine._fits_side_by_side(chosen):
+                    yield chosen
 
     # ------------------------------------------------------------ what can run together
 
@@ -647,6 +719,14 @@ class Filling:
         """Whether an option for each place fits with the others."""
         return all(_excess(cell, [chosen[at].footprint for at in cell.places]) <= 0 for cell in self._cells)
 
+    def fitting(self, layouts: Sequence[Ranked], orders: Sequence[tuple[int, ...]]) -> Bools:
+        """Whether each of n combinations fits, (n,) bool. A combination holds the index of an option for each place."""
+        chosen = np.array(orders)
+        fits = np.ones(len(orders), dtype=bool)
+        for cell in self._cells:
+            fits &= _excess(cell, [self._table(layouts[at])[chosen[:, at]] for at in cell.places], *_ARRAYS) <= 0
+        return fits
+
     def repaired(self, layouts: Sequence[Ranked]) -> list[Option] | None:
         """The fastest options, after replacing those that do not fit. Each step takes the replacement that saves most
         bytes for the seconds that it costs. None if no replacement helps any more. `layouts`: the options of each
@@ -726,6 +806,9 @@ def _excess(cell: _Cell, footprints: Sequence[Any], larger: Any = max, either: A
 
 # The descent tries layouts that alone take up to this factor longer than the one in use.
 SLACK = 1.25
+# The number of combinations from which a descent starts: in all, and of one structure.
+FINALISTS = 6
+STARTS = 2
 # The number of pairs of layouts that the descent tries for two tasks.
 PAIRS = 24
 # The pairs of tasks whose layouts the descent changes together.
@@ -747,7 +830,7 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class EstimatedCandidate:
+class Found:
     """A candidate with its estimate."""
 
     candidate: Candidate
@@ -779,12 +862,12 @@ class Rejected:
 class Result:
     """The result of a search. `best`: None if nothing fits. `estimates`: the number of estimated iterations."""
 
-    best: EstimatedCandidate | None = None
+    best: Found | None = None
     rejected: list[Rejected] = field(default_factory=list)
     estimates: int = 0
 
 
-def alternatives(result: Result, instead: EstimatedCandidate) -> list[Rejected]:
+def alternatives(result: Result, instead: Found) -> list[Rejected]:
     """The candidates that a result rejects if `instead` is the plan. The result's own best placement comes first, and
     no placement has the kind of `instead`."""
     assert result.best is not None
@@ -802,20 +885,15 @@ class Search:
         self.ranker = Ranker(limits, costs)
         self.result = Result()
         self._known: dict[Candidate, Estimate] = {}
-        self._finalists: list[tuple[Combinations, EstimatedCandidate]] = []
+        self._finalists: list[tuple[float, int, Combinations, Found]] = []
         self._kinds: dict[tuple[Placement, str], Rejected] = {}
 
     def run(self) -> Result:
         """The best placement of all structures."""
-        self._round(sizes, 0.5)
-        if self._finalists and not self._over():
-            best, _ = min(self._finalists, key=_by_estimate)
-            self._round(partial(_near, {share.gpus for _, share in best.ranking.places}), 0.7)
-        # The descents start from the best of each placement.
-        starts: dict[Placement, tuple[Combinations, EstimatedCandidate]] = {}
-        for mine, start in sorted(self._finalists, key=_by_estimate):
-            starts.setdefault(start.candidate.placement, (mine, start))
-        for mine, start in starts.values():
+        best = self._round(sizes, 0.5)
+        if best is not None and not self._over():
+            self._round(partial(_near, {share.gpus for _, share in best.ranking.places}), 0.7, best)
+        for mine, start in self._chosen():
             self._descend(mine, start)
         self._threshold()
         found = self.result.best
@@ -824,33 +902,41 @@ class Search:
         self.result.rejected = sorted(others, key=lambda r: (r.seconds is None, r.seconds or 0.0, r.candidate.kind))
         return self.result
 
-    def _round(self, grid: Sizes, until: float) -> None:
+    def _round(self, grid: Sizes, until: float, best: Combinations | None = None) -> Combinations | None:
         """Estimate each structure once, and then more combinations of the best structures, until the fraction `until`
-        of the effort is spent. It goes on longer only if nothing fits yet."""
+        of the effort is spent. It goes on longer only if nothing fits yet. Returns those of the best structure."""
         begun, glanced = self.result.estimates, []
-        for ranking in sorted(self._ranked(grid), key=lambda r: r.guess):
+        for order, ranking in enumerate(sorted(self._ranked(grid), key=lambda r: r.guess)):
             if self._over() or self._spent(begun, until / 2):
                 break
             if self.result.best is None or ranking.bound < self.result.best.seconds:
                 mine = self.combine(ranking, self.ranker)
-                glanced.append((self._glance(mine), mine))
-        for _, mine in sorted(glanced, key=lambda g: g[0]):
+                seconds, improved = self._glance(mine)
+                best = mine if improved else best
+                glanced.append((seconds, order, mine))
+        for _, _, mine in sorted(glanced, key=lambda g: g[:2]):
             if self._over() or self._spent(0, until):
                 break
             self._beam(mine)
+        finalist = min(self._finalists, key=lambda f: f[:2], default=None)
+        return best if finalist is None else finalist[2]
 
     def _spent(self, begun: int, share: float) -> bool:
         return self.result.best is not None and self.result.estimates - begun >= share * self.effort.estimates
 
-    def _glance(self, mine: Combinations) -> float:
-        """The seconds of the structure's first combination that fits. They are infinite if none of a few fits. Schedule
-        and threshold are those that are likely to be fast."""
-        for chosen in (*mine.repaired(), mine.least()):
-            if chosen is not None and not self._over() and (tried := self._once(mine, chosen)).estimate.fits:
-                return tried.seconds
-        return float("inf")
+    def _glance(self, mine: Combinations) -> tuple[float, bool]:
+        """The seconds of the structure's first combination that fits, and whether it is the best so far. The seconds
+        are infinite if none of a few fits. Schedule and threshold are those that are likely to be fast."""
+        before = self.result.best
+        for chosen in (*mine.few(), mine.least()):
+            if chosen is None or self._over():
+                continue
+            found = self._once(mine, chosen)
+            if found.estimate.fits:
+                return found.seconds, self.result.best is not before
+        return float("inf"), False
 
-    def _once(self, mine: Combinations, chosen: Combination) -> EstimatedCandidate:
+    def _once(self, mine: Combinations, chosen: Combination) -> Found:
         """Estimate a combination with the best candidate's threshold and the schedule that is likely to be fastest."""
         best, migrations = self.result.best, self.limits.migrations
         migration = best.candidate.migration if best else migrations[len(migrations) // 2]
@@ -882,24 +968,28 @@ class Search:
     # ------------------------------------------------------------ combinations
 
     def _beam(self, mine: Combinations) -> None:
-        """Estimate the structure's combinations. The best of them becomes a finalist."""
+        """Estimate the structure's best combinations. The best of them become finalists."""
         best = self.result.best
         if best is not None and mine.ranking.bound >= best.seconds:
             return
-        tried: list[tuple[float, Combination]] = []
-        for chosen in mine.repaired():
+        found: list[tuple[float, int, Combination]] = []
+        for order, chosen in enumerate(mine.many()):
             if self._over():
                 break
             once = self._once(mine, chosen)
             if once.estimate.fits:
-                tried.append((once.seconds, chosen))
-        start = min(tried, key=lambda t: t[0])[1] if tried else mine.least()
-        if start is not None and not self._over():
-            finalist = self._try(mine, start)
-            if finalist.estimate.fits:
-                self._finalists.append((mine, finalist))
+                found.append((once.seconds, order, chosen))
+        least = mine.least()
+        if not found and least is not None:
+            found.append((0.0, 0, least))
+        for _, _, chosen in sorted(found)[:STARTS]:
+            if self._over():
+                break
+            tried = self._try(mine, chosen)
+            if tried.estimate.fits:
+                self._finalists.append((tried.seconds, len(self._finalists), mine, tried))
 
-    def _try(self, mine: Combinations, chosen: Combination) -> EstimatedCandidate:
+    def _try(self, mine: Combinations, chosen: Combination) -> Found:
         """Find the best schedule for a combination, and then the best migration threshold."""
         found = min((self.estimated(mine.candidate(chosen, each)) for each in mine.schedules(chosen)), key=_order)
         if found.estimate.fits:
@@ -907,12 +997,12 @@ class Search:
             found = min([found, *map(self.estimated, candidates)], key=_order)
         return found
 
-    def estimated(self, candidate: Candidate) -> EstimatedCandidate:
+    def estimated(self, candidate: Candidate) -> Found:
         """Estimate a candidate, unless it is known already, and keep it if it is the best so far."""
         if candidate not in self._known:
             self.result.estimates += 1
             self._known[candidate] = self.costs.estimate(candidate)
-        found = EstimatedCandidate(candidate, self._known[candidate])
+        found = Found(candidate, self._known[candidate])
         problem = found.estimate.problem
         need = max(m.device_bytes / m.capacity for m in found.estimate.memory)
         self._kind(Rejected(candidate, None if problem else found.seconds, problem, need))
@@ -928,7 +1018,7 @@ class Search:
 
     # ------------------------------------------------------------ the descent
 
-    def _descend(self, start_at: Combinations, current: EstimatedCandidate) -> None:
+    def _descend(self, start_at: Combinations, current: Found) -> None:
         """Change the layout of one task or of two tasks at a time, among all that fit, while that helps."""
         wide = self.ranker.rank(start_at.ranking.structure, EVERY)
         assert isinstance(wide, Ranking)
@@ -945,6 +1035,13 @@ class Search:
             if improved and not self._over():
                 current = min(current, self._try(mine, _shares(current)), key=_order)
 
+    def _chosen(self) -> list[tuple[Combinations, Found]]:
+        """The best finalists, and the best of each kind of placement."""
+        ordered = [(mine, found) for _, _, mine, found in sorted(self._finalists, key=lambda f: f[:2])]
+        rest = {found.candidate.placement: (mine, found) for mine, found in reversed(ordered[FINALISTS:])}
+        known = {found.candidate.placement for _, found in ordered[:FINALISTS]}
+        return [*ordered[:FINALISTS], *(rest[kind] for kind in Placement if kind in rest and kind not in known)]
+
     def _threshold(self) -> None:
         """Try migration thresholds in smaller steps for the best candidate."""
         found = self.result.best
@@ -953,13 +1050,13 @@ class Search:
                 if self.result.estimates < self.effort.estimates and not self.effort.expired():
                     self.estimated(replace(found.candidate, migration=migration))
 
-    def _within_slack(self, wide: Ranking, current: EstimatedCandidate, at: int) -> list[Option]:
+    def _within_slack(self, wide: Ranking, current: Found, at: int) -> list[Option]:
         """The layouts of a place that alone take not much longer than the current one."""
         used = _shares(current)[at]
         seconds = next((o.seconds for o in wide.layouts[at] if o.share == used), 0.0)
         return [o for o in wide.layouts[at] if o.seconds <= SLACK * seconds]
 
-    def _pairs(self, wide: Ranking, current: EstimatedCandidate, one: Task, other: Task) -> list[dict[int, Option]]:
+    def _pairs(self, wide: Ranking, current: Found, one: Task, other: Task) -> list[dict[int, Option]]:
         """Pairs of layouts that go together, the fastest first. For actor and critic, pairs can share a schedule. For
         training and serving the same weights, the layouts are equal, because then no weights move."""
         places = [at for at, (task, _) in enumerate(wide.places) if task in (one, other)]
@@ -992,9 +1089,7 @@ class Search:
             found += [each for each in alike.values() if each[1] not in known]
         return [pair for _, _, pair in found]
 
-    def _vary(
-        self, mine: Combinations, current: EstimatedCandidate, changes: Mapping[int, Option]
-    ) -> EstimatedCandidate:
+    def _vary(self, mine: Combinations, current: Found, changes: Mapping[int, Option]) -> Found:
         """The better of `current` and `current` with the changes."""
         if self._over():
             return current
@@ -1002,7 +1097,7 @@ class Search:
         return min(current, self._once(mine, varied), key=_order) if mine.fits(varied) else current
 
 
-def _shares(found: EstimatedCandidate) -> Combination:
+def _shares(found: Found) -> Combination:
     """The shares of a candidate, in the order of a ranking's places, as if each began at GPU 0."""
     return tuple(
         share.at(0) if share.pipelines == 1 else replace(share.at(0), pipelines=1)
@@ -1010,13 +1105,9 @@ def _shares(found: EstimatedCandidate) -> Combination:
     )
 
 
-def _order(found: EstimatedCandidate) -> tuple[bool, float]:
+def _order(found: Found) -> tuple[bool, float]:
     """A sorting key: the better candidate comes first."""
     return not found.estimate.fits, found.seconds
-
-
-def _by_estimate(finalist: tuple[Combinations, EstimatedCandidate]) -> float:
-    return finalist[1].seconds
 
 
 def _near(cuts: set[int], pool: Pool, count: int) -> list[int]:

@@ -134,7 +134,7 @@ def test_trains_every_micro_batch_once() -> None:
     work = workload(64)
     candidate = flattened(2, 2, "TimeSharing")
     played = simulate(candidate, work, INVENTORY, np.full(64, 128), np.full(64, 100))
-    first = [bar.name for bar in played.bars if (bar.pool, bar.gpu, bar.process) == ("a", 0, "trainer")]
+    first = [bar.name for bar in played.bars if (bar.pool, bar.gpu, bar.lane) == ("a", 0, "trainer")]
     count = 64 // (2 * 2)
     wanted = {f"{model} {kind}{m}" for model in ("actor", "critic") for kind in "FB" for m in range(count)}
     assert sorted(n for n in first if n != "optimizer") == sorted(wanted)

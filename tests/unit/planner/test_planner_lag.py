@@ -19,7 +19,7 @@ from dovetail.cli.common.prediction_tables import prediction_tables
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve, with_lag
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.lags import DrawnIterations, Parts, Steady, choose
+from dovetail.planner.lags import Lanes, Parts, Steady, choose
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.prediction import PredictedLag, Prediction
@@ -29,7 +29,7 @@ SECONDS = st.floats(0.1, 3.0)
 
 
 def steady(iterations: Sequence[Parts], lag: int, cores: int | None = None) -> Steady:
-    return DrawnIterations(iterations, iterations, cores).steady(lag)
+    return Lanes(iterations, iterations, cores).steady(lag)
 
 
 def sums(iterations: Sequence[Parts]) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.planner.candidate import Candidate, Placement
 from dovetail.planner.make_plan import PlanError, make_plan
-from dovetail.planner.search import EstimatedCandidate, Limits, Rejected, Result, search_fewest_stages
+from dovetail.planner.search import Found, Limits, Rejected, Result, search_fewest_stages
 from dovetail.planner.seconds import Estimate
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.env import ProcessEnv
@@ -140,7 +140,7 @@ def test_stages_are_doubled_until_something_fits(fits: int, most: int, allowed: 
     def search(limits: Limits) -> Result:
         asked.append(limits.inference_pp)
         candidate = Candidate(Placement.SEPARATION, (), ())
-        fitting = EstimatedCandidate(candidate, Estimate({}, (), None)) if limits.inference_pp >= fits else None
+        fitting = Found(candidate, Estimate({}, (), None)) if limits.inference_pp >= fits else None
         return Result(fitting, [Rejected(candidate, problem=f"{asked[-1]} are too few")])
 
     result, limits = search_fewest_stages(replace(Limits(), inference_pp=allowed), most, search)
