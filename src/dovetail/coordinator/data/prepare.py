@@ -191,11 +191,15 @@ class Prepared:
             spec.seed,
             {name: print_ for name, print_ in self.data.fingerprints.items() if f".{kind}[" in name},
             [part.records.files for part in data.parts if isinstance(part.records, Rows)],
-            {p.name: content_digest(p) for p in sorted(self.tokenizer_dir.rglob("*")) if p.is_file()},
+            self._tokenizer_files,
         ]
         path = self.tokenizer_dir.parent / "cache" / "tokens" / f"{kind}.bin"
         by = Tokenizing(self.encoder, self.tokenizer_dir, _trusts(spec, "actor"))
         return token_table(path, json.dumps(depends, sort_keys=True), data, places, by, note)
+
+    @cached_property
+    def _tokenizer_files(self) -> dict[str, str]:
+        return {p.name: content_digest(p) for p in sorted(self.tokenizer_dir.rglob("*")) if p.is_file()}
 
     def sft_batch(self, step: int) -> Arrays:
         return self._sft_batch(_have(self.data.demonstrations, "demonstrations").places(step, self.spec.sft.batch_size))

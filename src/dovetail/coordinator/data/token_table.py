@@ -42,7 +42,6 @@ MANY_CHARACTERS = 20_000_000
 MOST_PROCESSES = 4
 CHUNK_SECONDS = 600.0  # after which a process that does not answer is killed
 TOLD_SECONDS = 2.0
-BLOCK_BYTES = 1 << 20
 # The columns of the file after the token ids, each int64. `lengths` and `prompt_lengths` have an entry for each
 # sequence, and so has `ranges`, the number of its (start, end) in `given`. `good` has one for each record.
 COLUMNS = ("lengths", "prompt_lengths", "ranges", "given", "good")
@@ -142,14 +141,11 @@ def token_table(
 
 
 def _digest(path: Path) -> str | None:
-    digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         return None
-    return digest.hexdigest()
 
 
 def _write(
