@@ -302,6 +302,8 @@ def generated(world: World, folder: Path, drain: bool) -> tuple[list[Sample], li
         async with generator:
             with generator.open(1, world.version) as turn:
                 await generator.generate(turn, Watch())
+                # The last samples may end between two looks of `leave`.
+                await asyncio.wait_for(asyncio.gather(*draining), 60)
         assert len(draining) == drain
         return generator
 
