@@ -187,11 +187,15 @@ def test_too_many_failures_are_death_and_the_way_back_leads_over_new_weights(hea
 
 
 def test_silence_is_suspect_then_dead(healthy: World) -> None:
-    healthy.now += 11
+    healthy.now += 9
+    assert healthy.eligible() == ["r0"]
+    healthy.now += 2
     assert (healthy.health(), healthy.eligible()) == (InstanceHealth.SUSPECT, [])
     healthy.report(version=1)
     assert healthy.eligible() == ["r0"]
-    healthy.now += 101
+    healthy.now += 11
+    assert (healthy.health(), healthy.eligible()) == (InstanceHealth.SUSPECT, [])
+    healthy.now += 90
     assert healthy.health() is InstanceHealth.DEAD
     assert "silent for 101 s" in healthy.fleet.describe()
     healthy.report()

@@ -93,6 +93,12 @@ class FleetMachine(RuleBasedStateMachine):
                     self.fleet.weights_acked(name, str(p.life), target.version)
 
     @rule(name=st.sampled_from(NAMES))
+    def get_to_work(self, name: str) -> None:
+        self.report(name)
+        self.report(name)
+        self.transfer(name)
+
+    @rule(name=st.sampled_from(NAMES))
     def late_acknowledgement(self, name: str) -> None:
         self.fleet.weights_acked(name, str(self.processes[name].life - 1), self.version)
 
@@ -118,6 +124,18 @@ class FleetMachine(RuleBasedStateMachine):
                     assert p.held == wanted
                 assert i.name not in {t.name for t in self.fleet.stale_targets(self.version)}
 
+    @invariant()
+    def what_time_changes_is_seen_at_once(self) -> None:
+        for i in self.fleet.instances():
+            silence = self.now - i.seen
+            if silence > T.dead:
+                assert i.health in (InstanceHealth.DEAD, InstanceHealth.RETIRED)
+            elif i.health is InstanceHealth.SUSPECT:
+                assert silence > T.suspect or self.now < i.until
+            elif i.health is InstanceHealth.HEALTHY:
+                assert silence <= T.suspect
+                assert self.now >= i.until
+
     def teardown(self) -> None:
         """Once nothing goes wrong any more, all come back, each with the current weights."""
         self.version += 1
@@ -125,9 +143,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.own = {}
         for _ in range(60):
             for name in NAMES:
-                self.report(name)
-                self.report(name)
-                self.transfer(name)
+                self.get_to_work(name)
             self.now += 1
         for name in NAMES:
             self.report(name)

@@ -254,7 +254,7 @@ class Drawing:
                 self._end(sorted(works, key=lambda w: len(w.tokens))[:count], "newcomer")
 
     def _assign(self, eligible: Sequence[Instance]) -> None:
-        if not eligible:
+        if not (eligible and self._pending):
             return
         names = [i.name for i in eligible]
         capacity = self._generation.max_concurrent

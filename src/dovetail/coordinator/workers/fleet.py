@@ -12,6 +12,7 @@ again."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -116,6 +117,8 @@ class Fleet:
         self._instances: dict[str, Instance] = {}
         self._version: int | None = None
         self._own: dict[str, int] = {}
+        # Before this time, in monotonic seconds, `tick` has nothing to change.
+        self._due = -math.inf
         self.listeners: list[Callable[[], None]] = []
 
     # ------------------------------------------------------------ events
@@ -184,13 +187,13 @@ class Fleet:
     def publish(self, version: int) -> None:
         """Make `version` the current one. Instances without it become stale, unless they must hold another version."""
         if version != self._version:
-            self._version = version
+            self._version, self._due = version, -math.inf
             self.tick()
 
     def want(self, versions: Mapping[str, int]) -> None:
         """Set the version that each of these instances must hold. All others must hold the current version."""
         if versions != self._own:
-            self._own = dict(versions)
+            self._own, self._due = dict(versions), -math.inf
             self.tick()
 
     def update(self, name: str, updating: bool) -> None:
@@ -262,6 +265,9 @@ class Fleet:
     def tick(self) -> None:
         """Apply the changes that time brings: silence, and the end of back-offs. Every query calls this first."""
         now = self._clock()
+        if now < self._due:
+            return
+        self._due = self._next_change(now)
         for instance in list(self._instances.values()):
             self._set(self._settled(instance, now))
 
@@ -363,6 +369,12 @@ class Fleet:
         wanted = self._wanted(instance)
         return wanted is not None and instance.weight_version == wanted
 
+    def _next_change(self, now: float) -> float:
+        """When the first instance is silent for too long or ends its back-off, if nothing else happens before."""
+        t, instances = self._timeouts, self._instances.values()
+        silences = [i.seen + limit for i in instances for limit in (t.suspect, t.dead) if now - i.seen <= limit]
+        return min([*silences, *(i.until for i in instances if now < i.until)], default=math.inf)
+
     def _settled(self, i: Instance, now: float) -> Instance:
         """The health that follows from the facts of an instance at `now` (monotonic seconds)."""
         t, silence = self._timeouts, now - i.seen
@@ -391,6 +403,9 @@ class Fleet:
         if instance == old:
             return
         self._instances[instance.name] = instance
+        # A report without news brings no change forward.
+        if old is None or replace(old, seen=instance.seen) != instance:
+            self._due = -math.inf
         if old is None or old.health is not instance.health:
             self._log(
                 "instance.health",
