@@ -43,7 +43,8 @@ from dovetail.fusion.stage import StagePrediction, scan
 from dovetail.planner.lags import Parts, play
 
 SAMPLES, PROMPT = 16, 20
-# Iterations before and after those that count: the lanes come into step, and the last have no samples beside them.
+# Iterations before and after those that count: samples and training come into step, and the last have no samples
+# beside them.
 BEFORE, AFTER = 3, 2
 
 

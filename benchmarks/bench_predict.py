@@ -33,8 +33,8 @@ from e2e.settings import Folder, Settings
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import RLHFJob
-from dovetail.planner.cpus import predict_iteration, predicted_lanes
-from dovetail.planner.lags import Lanes
+from dovetail.planner.cpus import drawn_on_cpus, predict_iteration
+from dovetail.planner.lags import DrawnIterations
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.files.machine_profile import Machine
 from dovetail.tools.calibrate import JobShape, calibration_jobs, observe, variant, warmup
@@ -209,13 +209,13 @@ def judge_lag(job: RLHFJob, work: Path, lag: int, iterations: int) -> int:
     return 0 if all(abs(line["error"]) < 0.15 for line in lines) else 1
 
 
-def predicted_lags(job: RLHFJob, machine: Machine) -> Lanes:
+def predicted_lags(job: RLHFJob, machine: Machine) -> DrawnIterations:
     """Iterations of a job without a lag, to be played with any."""
     models = [m for m in ("actor", "critic") if m in trained_models(job.spec)]
     layout, placement = make_plan(job.spec).parallelism["actor"], job.spec.plan.placement
     assert placement != "Auto"
     spec = resolve(job.spec)
-    return predicted_lanes(spec, machine, predict_iteration(spec, machine, models, layout, placement))
+    return drawn_on_cpus(spec, machine, predict_iteration(spec, machine, models, layout, placement))
 
 
 def calibration(job: RLHFJob, work: Path, turn: int) -> list[MeasuredIteration]:

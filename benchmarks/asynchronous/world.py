@@ -28,12 +28,12 @@ from dovetail.protocol.messages import (
     Heartbeat,
     JoinReply,
     JoinRequest,
-    Lane,
     Load,
     NextReply,
     NextRequest,
     Offer,
     Publish,
+    RankThread,
     Register,
     Save,
     Segment,
@@ -156,8 +156,8 @@ class Trainers:
                 self.generation = reply.generation or 0
                 continue
             await asyncio.sleep(0.1)
-        lanes: list[Lane] = ["main", "weights"] if self.world.keep else ["main"]
-        await asyncio.gather(self.beat(), *(self.lane(lane) for lane in lanes))
+        threads: list[RankThread] = ["main", "weights"] if self.world.keep else ["main"]
+        await asyncio.gather(self.beat(), *(self.serve(thread) for thread in threads))
 
     async def beat(self) -> None:
         while True:
@@ -165,7 +165,7 @@ class Trainers:
             await self.post("/v1/heartbeat", beat)
             await asyncio.sleep(REPORT_SECONDS)
 
-    async def lane(self, lane: Lane) -> None:
+    async def serve(self, thread: RankThread) -> None:
         result: CommandResult | None = None
         while True:
             oldest = max(0, self.step - self.world.keep + 1)
@@ -176,7 +176,7 @@ class Trainers:
                     "stage": self.stage,
                     "step": self.step,
                     "versions": list(range(oldest, self.step + 1)) if self.stage and self.world.keep else [],
-                    "lane": lane,
+                    "thread": thread,
                 }
             )
             command = NextReply.model_validate_json(await self.post("/v1/trainer/next", request)).command

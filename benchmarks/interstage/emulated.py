@@ -116,7 +116,7 @@ class Instance:
 
     async def busy(self, tokens: list[int]) -> None:
         clock = asyncio.get_running_loop().time
-        seconds = self.profile.chunk_seconds(tokens) if any(tokens) else 0.0
+        seconds = self.profile.batch_seconds(tokens) if any(tokens) else 0.0
         begun = max(self.scored_until, clock())
         self.scored_until = begun + seconds
         self.worked.append((begun, self.scored_until))

@@ -253,7 +253,7 @@ def profile(spec: RLHFJobSpec, seed: int) -> Profile:
         machine=Machine(
             cores=rng.choice([1, 2, 8]),
             generation=GenerationCosts(begin=0.02, sample=near(4e-3), step=near(6e-3), token=near(4e-4), cores=1.4),
-            scoring=ScoringCosts(begin=0.02, chunk=near(0.02), token={m: near(1e-4) for m in each}, cores=1.2),
+            scoring=ScoringCosts(begin=0.02, batch=near(0.02), token={m: near(1e-4) for m in each}, cores=1.2),
             training=TrainingCosts(
                 begin=0.03,
                 step=near(0.02),
@@ -281,7 +281,7 @@ def controllers(count: int) -> Iterator[tuple[str, Record]]:
                 decode=((1, 0.01), (32, 0.01 + 0.02 * float(rng.random()))),
                 prefill_seconds_per_token=1e-5,
                 inference_seconds_per_token=float(rng.uniform(1e-5, 1e-3)),
-                inference_seconds_per_chunk=0.01,
+                inference_seconds_per_batch=0.01,
                 swap_in_seconds=float(rng.choice([0.0, 0.2])),
                 max_samples=int(rng.choice([8, 32])),
                 kv_tokens=[None, 8192][int(rng.integers(2))],

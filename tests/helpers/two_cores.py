@@ -7,7 +7,7 @@ MACHINE = Machine(
     generation=GenerationCosts(begin=0.02, sample=0.004, step=0.006, token=0.0004, cores=1.4),
     scoring=ScoringCosts(
         begin=0.02,
-        chunk=0.02,
+        batch=0.02,
         token={"reference": 1e-4, "reward": 1e-4, "critic": 1e-4},
         cores=1.2,
     ),

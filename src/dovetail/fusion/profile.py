@@ -13,16 +13,16 @@ import numpy as np
 
 # A decode step that takes more than this times the step of one sample is not "almost constant" (RLHFuse section 4.2).
 SATURATED = 1.1
-MAX_CHUNK_TOKENS = 16_384
-# Smaller chunks cost as much: the fixed costs (a request, reading the weights of three models) prevail.
-MIN_CHUNK_TOKENS = 512
+MAX_BATCH_TOKENS = 16_384
+# Smaller batches cost as much: the fixed costs (a request, reading the weights of three models) prevail.
+MIN_BATCH_TOKENS = 512
 CHUNKS_PER_SCORER = 3
 # The number of unfinished samples for each scorer that are scored while they are generated. With more, a prompt would
 # be computed again for each of its samples, long before the last one ends.
 STREAMED_PER_SCORER = 2
 
 # The fields that must be at least 1. The others are seconds.
-_COUNTS = ("max_samples", "kv_tokens", "saturation", "chunk_tokens", "block_tokens")
+_COUNTS = ("max_samples", "kv_tokens", "saturation", "batch_tokens", "block_tokens")
 
 
 class ProfileError(ValueError):
@@ -40,7 +40,7 @@ class StageProfile:
     `prefill_seconds_per_token`: the time of a prefill.
     `inference_seconds_per_token`: the time of reference, reward and critic together, for a token of prompt and
     response. A prompt counts for each of its samples, although they share its computation. So the value is lower.
-    `inference_seconds_per_chunk`: the fixed seconds of a chunk of samples that are scored together.
+    `inference_seconds_per_batch`: the fixed seconds of a batch of samples that are scored together.
     `swap_in_seconds`: the time from the last decode step to the first scored batch, without what other work hides.
     `swap_out_seconds`: the time from the last scored batch until the server can generate again.
     `max_samples`: the most requests at once.
@@ -49,7 +49,7 @@ class StageProfile:
     `migration_seconds`: the time from the decision to stop a request until it arrives elsewhere.
     `resume_seconds_per_token`: the time of the prefill at its destination. None: the same as for any prefill.
     `kv_transfer_seconds_per_token`: the time to move the KV cache in place of a prefill. None: it cannot be moved.
-    `chunk_tokens`: the fewest tokens that are scored together, if as many wait.
+    `batch_tokens`: the fewest tokens that are scored together, if as many wait.
     `block_tokens`: the response tokens of a block, by which scorers take unfinished samples. None: they do not.
 
     Raises ProfileError for impossible values."""
@@ -57,7 +57,7 @@ class StageProfile:
     decode: tuple[tuple[int, float], ...]
     prefill_seconds_per_token: float
     inference_seconds_per_token: float
-    inference_seconds_per_chunk: float = 0.0
+    inference_seconds_per_batch: float = 0.0
     swap_in_seconds: float = 0.0
     swap_out_seconds: float = 0.0
     max_samples: int = 256
@@ -66,7 +66,7 @@ class StageProfile:
     migration_seconds: float = 0.0
     resume_seconds_per_token: float | None = None
     kv_transfer_seconds_per_token: float | None = None
-    chunk_tokens: int = MIN_CHUNK_TOKENS
+    batch_tokens: int = MIN_BATCH_TOKENS
     block_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -124,16 +124,16 @@ class StageProfile:
         transfer = tokens * self.kv_transfer_seconds_per_token
         return (transfer, False) if transfer < prefill else (prefill, True)
 
-    def chunk_seconds(self, lengths: Sequence[int]) -> float:
+    def batch_seconds(self, lengths: Sequence[int]) -> float:
         """The seconds to score samples together. `lengths`: the tokens of each sample's prompt and response."""
-        return self.inference_seconds_per_chunk + sum(lengths) * self.inference_seconds_per_token
+        return self.inference_seconds_per_batch + sum(lengths) * self.inference_seconds_per_token
 
 
-def chunk_target(waiting: int, scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS) -> int:
-    """The most tokens of the next chunk of one of `scorers` scorers, padded to its longest sample. A chunk always has
+def batch_target(waiting: int, scorers: int, least: int = MIN_BATCH_TOKENS, most: int = MAX_BATCH_TOKENS) -> int:
+    """The most tokens of the next batch of one of `scorers` scorers, padded to its longest sample. A batch always has
     at least one sample.
 
     It is about a third of a scorer's share of the `waiting` tokens, but at least `least` tokens and at most `most`. The
-    last chunks are small, so all scorers end at about the same time. Where the shortest samples come first, each
+    last batches are small, so all scorers end at about the same time. Where the shortest samples come first, each
     further sample makes all rows longer."""
     return min(most, max(least, waiting // max(1, scorers * CHUNKS_PER_SCORER)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dovetail.fusion.decode import Decode
 from dovetail.fusion.migration import MigrationPlan, plan_migration
-from dovetail.fusion.profile import STREAMED_PER_SCORER, ProfileError, StageProfile, chunk_target
+from dovetail.fusion.profile import STREAMED_PER_SCORER, ProfileError, StageProfile, batch_target
 
 
 def ratio(serial: float, fused: float) -> float:
@@ -127,7 +127,7 @@ class _Scored:
 
 
 def _inference(decode: Decode, begun: float | None, early: bool) -> _Scored:
-    """Simulates scoring on the instances that are free, in the coordinator's chunks, the longest samples first.
+    """Simulates scoring on the instances that are free, in the coordinator's batches, the longest samples first.
     Finished samples are scored, and the parts of unfinished ones that are generated so far.
 
     `begun`: when the tail gathered. From then on an instance is free once it has nothing left to generate. None:
@@ -151,15 +151,15 @@ def _inference(decode: Decode, begun: float | None, early: bool) -> _Scored:
             time = max(time, there)
             next_ += 1
         profile = decode.profiles[i]
-        target = chunk_target(waiting, len(decode.profiles), profile.chunk_tokens)
+        target = batch_target(waiting, len(decode.profiles), profile.batch_tokens)
         taken = [heapq.heappop(ready)]
         longest = abs(taken[0][0])
         while ready and (len(taken) + 1) * max(longest, abs(ready[0][0])) <= target:
             taken.append(heapq.heappop(ready))
             longest = max(longest, abs(taken[-1][0]))
-        chunk = [-tokens for tokens, _ in taken]
-        waiting -= sum(chunk)
-        seconds = profile.chunk_seconds(chunk)
+        batch = [-tokens for tokens, _ in taken]
+        waiting -= sum(batch)
+        seconds = profile.batch_seconds(batch)
         if not busy[i]:
             busy[i] = profile.swap_in_seconds + profile.swap_out_seconds
         busy[i] += seconds

@@ -373,7 +373,7 @@ class LLM:
         """Fill all draws. A draw that a server did not finish starts anew, and gets the same tokens."""
         waiting, done = deque(draws), 0
 
-        async def lane(server: _Server) -> None:
+        async def work(server: _Server) -> None:
             nonlocal done
             while waiting and server.out is None:
                 draw = waiting.popleft()
@@ -398,7 +398,7 @@ class LLM:
             if not alive:
                 raise RunError(f"no vLLM server works any more: {self._servers[0].out}")
             share = min(CONCURRENT, -(-len(waiting) // len(alive)))
-            tasks = [asyncio.ensure_future(lane(server)) for server in alive for _ in range(share)]
+            tasks = [asyncio.ensure_future(work(server)) for server in alive for _ in range(share)]
             try:
                 await asyncio.gather(*tasks)
             finally:

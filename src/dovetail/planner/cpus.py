@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from dovetail.fusion.lengths import Lengths
-from dovetail.fusion.profile import chunk_target
+from dovetail.fusion.profile import batch_target
 from dovetail.manifest.checks.batching import longest_sample, micro_batch_tokens
 from dovetail.manifest.checks.pod_templates import memory_limit
 from dovetail.manifest.critic import shares_body
@@ -21,7 +21,7 @@ from dovetail.manifest.model_shape import Head, ModelShape
 from dovetail.manifest.sizes import pod_count, relays_weights, trained_models, trainer_world
 from dovetail.manifest.types import Dtype, Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.candidate import scorer_models
-from dovetail.planner.lags import Lanes, Parts
+from dovetail.planner.lags import DrawnIterations, Parts
 from dovetail.planner.layouts import SEVERAL, Placed, PlannedJob, allowed_layouts, worth
 from dovetail.planner.memory import (
     GIB,
@@ -133,7 +133,7 @@ class CpuStageTimes:
         self._tail = int((fusion or 0.0) * count)
         self._gathered = work.rollouts < 2
         self._servers = [_Server(0.0, deque(range(i, count, work.rollouts))) for i in range(work.rollouts)]
-        self._scoring = [NEVER] * work.rollouts  # the seconds that are left of each scorer's chunk
+        self._scoring = [NEVER] * work.rollouts  # the seconds that are left of each scorer's batch
         self._waiting: dict[tuple[str, ...], list[int]] = {models: [] for models in set(work.scores) if models}
         self._now = machine.generation.begin
         self.generated = self._now
@@ -213,19 +213,19 @@ class CpuStageTimes:
                 server.queue.clear()
 
     def _assign(self) -> None:
-        """Give each free scorer that may work its next chunk."""
+        """Give each free scorer that may work its next batch."""
         for i, (models, server) in enumerate(zip(self.work.scores, self._servers, strict=True)):
             waiting = self._waiting.get(models)
             may = not self._left or (self._fusion is not None and server.idle)
             if self._scoring[i] == NEVER and waiting and may:
-                rows = max(1, chunk_target(-sum(waiting), self.work.scores.count(models)) // -waiting[0])
+                rows = max(1, batch_target(-sum(waiting), self.work.scores.count(models)) // -waiting[0])
                 tokens = -sum(heapq.heappop(waiting) for _ in range(min(rows, len(waiting))))
-                self._scoring[i] = chunk_seconds(self._machine, models, tokens)
+                self._scoring[i] = batch_seconds(self._machine, models, tokens)
 
 
-def chunk_seconds(machine: Machine, models: Sequence[str], tokens: float) -> float:
-    """The seconds that these models need to score a chunk of `tokens` tokens on an idle machine."""
-    return machine.scoring.chunk + tokens * sum(machine.scoring.token[m] for m in models)
+def batch_seconds(machine: Machine, models: Sequence[str], tokens: float) -> float:
+    """The seconds that these models need to score a batch of `tokens` tokens on an idle machine."""
+    return machine.scoring.batch + tokens * sum(machine.scoring.token[m] for m in models)
 
 
 def best_stage(work: IterationWork, machine: Machine) -> CpuStageTimes:
@@ -338,7 +338,7 @@ def place(job: PlannedJob) -> Placed | None:
     return Placed(
         {m: best.layout if m in models or best.layout in allowed[m] else allowed[m][0] for m in allowed},
         _prediction(spec, machine, best, [f for f in found if f is not best]),
-        lanes=lambda: predicted_lanes(spec, machine, best),
+        draw=lambda: drawn_on_cpus(spec, machine, best),
     )
 
 
@@ -390,8 +390,8 @@ def predict_iteration(
     return PredictedIteration(placement, layout, stages, {n: sum(f[n] for f in found) / DRAWS for n in found[0]})
 
 
-def predicted_lanes(spec: RLHFJobSpec, machine: Machine, best: PredictedIteration) -> Lanes:
-    """The same iterations as two lanes that share the machine's cores. With a lag the trainers recompute the old
+def drawn_on_cpus(spec: RLHFJobSpec, machine: Machine, best: PredictedIteration) -> DrawnIterations:
+    """The same iterations, whose processes share the machine's cores. With a lag the trainers recompute the old
     log-probabilities."""
     synchronous, lagged = [], []
     for stage in best.stages:
@@ -404,7 +404,7 @@ def predicted_lanes(spec: RLHFJobSpec, machine: Machine, best: PredictedIteratio
         if spec.ppo.old_log_probs == "Rollout":
             learnt = {**learnt, "training": learnt["training"] + forward_seconds(work, machine)}
         lagged.append(replace(parts, training=learnt))
-    return Lanes(synchronous, lagged, machine.cores)
+    return DrawnIterations(synchronous, lagged, machine.cores)
 
 
 def _lengths(spec: RLHFJobSpec, machine: Machine, rng: np.random.Generator) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -502,7 +502,7 @@ def _tasks(spec: RLHFJobSpec, machine: Machine, best: PredictedIteration) -> Ite
     yield task("generation", rollouts, 1, work.rollouts, 1, best.phases["generation"])
     for model in dict.fromkeys(m for held in work.scores for m in held):
         holders = sum(model in held for held in work.scores)
-        yield task(model, rollouts, 1, holders, 1, chunk_seconds(machine, [model], tokens / holders))
+        yield task(model, rollouts, 1, holders, 1, batch_seconds(machine, [model], tokens / holders))
     for model in work.models:
         alone = training_seconds(replace(work, models=(model,)), machine)
         yield task(f"{model}_training", trainers, work.pp, work.dp, work.micro_batch, alone)

@@ -1,5 +1,5 @@
-"""Predicts iterations with several lags (`ppo.lag`), and chooses the lag of a job. One lane generates and scores
-samples while the other lane trains."""
+"""Predicts iterations with several lags (`ppo.lag`), and chooses the lag of a job. Rollouts and scorers make samples
+while the trainers train."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.protocol.prediction import PredictedLag, Prediction
 
-# The least number of simulated iterations. The first half does not count, because the lanes are not in step yet.
+# The least number of simulated iterations. The first half does not count: samples and training are not in step yet.
 PLAYED = 256
 TAIL = "tail"
 
@@ -18,10 +18,10 @@ TAIL = "tail"
 @dataclass(frozen=True)
 class Parts:
     """The times of one iteration. `samples`: the seconds of what rollouts and scorers do, by name and in order.
-    `training`: the same for the trainers. Both are measured as if the other lane did nothing.
+    `training`: the same for the trainers. Both are measured as if the others did nothing.
 
     `idle`: the seconds of `samples` in which a rollout has nothing to do, as the mean over the rollouts. `cores`: the
-    cores that each lane keeps busy if both share a machine, or (0, 0).
+    cores that the samples and the training keep busy if both share a machine, or (0, 0).
 
     `tail`: the seconds at the end of `generation` in which at most half of the servers are needed. The others can begin
     the next iteration then. `kept`: the fraction of all servers' time that this iteration takes in its tail."""
@@ -44,7 +44,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class DrawnIterations:
     """Iterations of a job that were drawn at random, without a lag (`synchronous`) and with one (`lagged`). `cores`:
     the number of cores of the machine that trainers and rollouts share. None: they share no machine."""
 
@@ -73,7 +73,7 @@ class Steady:
 
 
 class _Work:
-    """The parts of one iteration that one lane still has to do."""
+    """The parts of one iteration that rollouts and scorers, or the trainers, still have to do."""
 
     def __init__(self, parts: Iterable[tuple[str, float]]) -> None:
         self._parts = [part for part in reversed(list(parts)) if part[1] > 0]
@@ -95,7 +95,7 @@ class _Work:
 
 
 class _Samples:
-    """The lane of rollouts and scorers. They may work on several iterations at a time."""
+    """What rollouts and scorers do. They may work on several iterations at a time."""
 
     def __init__(self, iterations: Sequence[Parts], alone: bool) -> None:
         """`alone`: only one iteration is under way at a time. If all processes share cores, an iteration's last servers
@@ -155,7 +155,7 @@ def play(iterations: Sequence[Parts], lag: int, cores: int | None, first: int, l
 
     The samples of an iteration begin when servers are free (`Parts.tail`) and the trainers have finished the iteration
     whose weights the samples are drawn with. That is the one lag + 1 iterations before. The trainers begin when the
-    samples are scored. `cores`: see `Lanes`."""
+    samples are scored. `cores`: see `DrawnIterations`."""
     samples, learnt, training = _Samples(iterations, cores is not None), 0, _Work(())
     spent: dict[str, float] = {}
     seconds = resting = 0.0
@@ -219,19 +219,21 @@ def excluded(spec: RLHFJobSpec) -> str | None:
     return None
 
 
-def with_lags(found: Prediction, why_not: str | None, lag: int, lanes: Callable[[], Lanes] | None) -> Prediction:
+def with_lags(
+    found: Prediction, why_not: str | None, lag: int, draw: Callable[[], DrawnIterations] | None
+) -> Prediction:
     """Adds the predictions of several lags to `found`, the prediction of a synchronous iteration. Seconds and phases
     become those of `lag`. If `lag` is 0 they stay as they are.
 
-    `why_not`: why the job cannot have a lag, or None. `lanes()`: draws iterations of the job at random. It is None if
+    `why_not`: why the job cannot have a lag, or None. `draw()`: draws iterations of the job at random. It is None if
     the placement cannot be simulated."""
-    if lanes is None:
+    if draw is None:
         return found
     if why_not is not None:
         rows = [PredictedLag(lag=0, iteration_seconds=found.iteration_seconds)]
         rows += [PredictedLag(lag=each, problem=why_not) for each in SHOWN[1:]]
         return found.model_copy(update={"lags": rows, "best_lag_reason": f"the job cannot have a lag: {why_not}"})
-    drawn = lanes()
+    drawn = draw()
     steady = {each: drawn.steady(each) for each in sorted({*SHOWN, lag})}
     rows = [
         PredictedLag(

@@ -21,7 +21,7 @@ from dovetail.planner import candidate, lives
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Placement, Schedule, Share, Task
 from dovetail.planner.gpus import GPU, UnknownProduct, gpu
 from dovetail.planner.inventory import NETWORK_GBPS, Inventory, Pool
-from dovetail.planner.lags import Lanes
+from dovetail.planner.lags import DrawnIterations
 from dovetail.planner.memory import GIB, Training, training_job, training_memory
 from dovetail.planner.search import MIGRATIONS, Limits, Result, every_layout, part_sizes, tensor_degrees
 from dovetail.planner.seconds import Estimate, GPUCosts
@@ -288,7 +288,7 @@ class Placed:
     checkpointing. `by_layer`: those to which the placement gives ZeRO-3. `prediction`: that of a PPO iteration, or None
     if nothing is predicted. `chosen`: the candidate and costs behind the prediction, on GPUs.
 
-    `lanes()`: iterations with other lengths, for a job whose trainers and rollouts share no GPUs. `stages`: the
+    `draw()`: iterations with other lengths, for a job whose trainers and rollouts share no GPUs. `stages`: the
     predictions of DPO and of the stages before PPO, on GPUs. `warnings`: one sentence each."""
 
     layouts: Mapping[str, Parallelism]
@@ -297,7 +297,7 @@ class Placed:
     by_layer: frozenset[tuple[Stage, str]] = frozenset()
     dedicated: Mapping[str, Layout] = field(default_factory=dict)
     chosen: Chosen | None = None
-    lanes: Callable[[], Lanes] | None = None
+    draw: Callable[[], DrawnIterations] | None = None
     stages: tuple[PredictedStage, ...] = ()
     warnings: tuple[str, ...] = ()
 

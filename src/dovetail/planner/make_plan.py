@@ -154,7 +154,7 @@ def _further_rounds(spec: RLHFJobSpec) -> list[str]:
 
 def _predicted(spec: RLHFJobSpec, placed: Placed, no_lag: str | None) -> Prediction | None:
     """The prediction with the job's lag, and with other lags beside it."""
-    return None if placed.prediction is None else with_lags(placed.prediction, no_lag, spec.ppo.lag, placed.lanes)
+    return None if placed.prediction is None else with_lags(placed.prediction, no_lag, spec.ppo.lag, placed.draw)
 
 
 def _checkpointed(job: PlannedJob, placed: Placed) -> frozenset[tuple[Stage, str]]:

@@ -35,7 +35,7 @@ from dovetail.planner.layouts import (
 from dovetail.planner.memory import Training, problem, worst
 from dovetail.planner.search import ALONE, Effort, Found, Limits, Result, Search, alternatives, search_fewest_stages
 from dovetail.planner.seconds import Estimate, GPUCosts
-from dovetail.planner.simulated_iteration import drawn_lanes
+from dovetail.planner.simulated_iteration import drawn_on_gpus
 from dovetail.protocol.plan import Layout
 from dovetail.protocol.prediction import Alternative, PredictedStage
 
@@ -177,7 +177,7 @@ def _place(job: PlannedJob, by_layer: bool, than: float | None = None, others: b
         by_layer=frozenset((Stage.PPO, m) for m, share in shares.items() if share.gathers),
         dedicated=dedicated,
         chosen=found,
-        lanes=lambda: drawn_lanes(found.candidate, found.costs, job.spec.seed),
+        draw=lambda: drawn_on_gpus(found.candidate, found.costs, job.spec.seed),
     )
     return _with_stages(job, placed, layouts)
 

@@ -31,7 +31,7 @@ from dovetail.pipelines import (
     simulate_1f1b,
 )
 from dovetail.planner.candidate import INFERENCE, Candidate, Share
-from dovetail.planner.lags import Lanes, Parts
+from dovetail.planner.lags import DrawnIterations, Parts
 from dovetail.planner.seconds import Floats, GPUCosts, Servers, StepTimes, pass_seconds, shared_prompt
 
 FAMILY = {"Serial": "serial", "TimeSharing": "stitched", "Fused": "fused", "VShaped": "fused-v"}
@@ -433,7 +433,7 @@ def _played(candidate: Candidate, costs: GPUCosts, seed: int) -> Iterator[tuple[
         yield prompts, responses, play_rollout(candidate, costs, prompts, responses)
 
 
-def drawn_lanes(candidate: Candidate, costs: GPUCosts, seed: int) -> Lanes:
+def drawn_on_gpus(candidate: Candidate, costs: GPUCosts, seed: int) -> DrawnIterations:
     """Iterations whose generation and scoring are scaled so that their means are those of the estimate. The time of
     training is in proportion to its tokens. With a lag the trainers recompute the old log-probabilities."""
     inference = costs.estimate(candidate).phases["inference"]
@@ -463,7 +463,7 @@ def drawn_lanes(candidate: Candidate, costs: GPUCosts, seed: int) -> Lanes:
         # Scoring on free servers in the tail takes their time too.
         kept = min(1.0, rolled.kept + max(0.0, hidden) / tail) if tail else 0.0
         lagged.append(Parts(made, {"training": training + own}, rest, tail=tail, kept=kept))
-    return Lanes(synchronous, lagged)
+    return DrawnIterations(synchronous, lagged)
 
 
 def _relative(values: Sequence[float]) -> list[float]:

@@ -287,7 +287,7 @@ class CommandResult(Message):
 
 
 # The threads of rank 0 that ask for commands: its main thread, and the one that sends kept weights.
-Lane = Literal["main", "weights"]
+RankThread = Literal["main", "weights"]
 
 
 class NextRequest(Message):
@@ -301,7 +301,7 @@ class NextRequest(Message):
     )
     step: int = 0
     versions: list[int] = Field(default_factory=list, description="The versions that they keep for sending.")
-    lane: Lane = Field(
+    thread: RankThread = Field(
         default="main",
         description="weights: the thread that sends kept versions asks. It gets publishes alone, while the main thread "
         "trains.",

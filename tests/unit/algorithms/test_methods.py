@@ -143,7 +143,7 @@ def test_reinforce_plus_plus_sums_what_follows_and_normalises_over_the_batch() -
     assert float(found[1, 2]) == 0.0
 
 
-def test_the_baseline_is_the_prompts_and_the_deviation_the_batchs() -> None:
+def test_the_baseline_is_the_prompts_and_the_deviation_the_batches() -> None:
     scores, groups = torch.tensor([1.0, 3.0, 10.0, 10.0]), torch.tensor([0, 0, 1, 1])
     mask = torch.tensor([[True, True], [True, False], [True, True], [True, True]])
     wanted = whitened([[-1.0, -1.0], [1.0], [0.0, 0.0], [0.0, 0.0]])

@@ -1,4 +1,4 @@
-"""The coordinator's pure parts: chunks for scorers, experience arrays and files, summaries, receivers' ranks."""
+"""The coordinator's pure parts: batches for scorers, experience arrays and files, summaries, receivers' ranks."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def finished(prompt: int, response: int, index: int = 0, sample: int = 0) -> Fin
 
 
 @given(st.lists(st.integers(2, 300), min_size=1, max_size=200), st.integers(1, 20))
-def test_chunks_are_the_longest_samples_within_the_limits(lengths: list[int], scorers: int) -> None:
+def test_batches_are_the_longest_samples_within_the_limits(lengths: list[int], scorers: int) -> None:
     waiting = Waiting(finished(1, n - 1, i) for i, n in enumerate(lengths))
-    chunk = {s.key.prompt for s in waiting.take(scorers, least=100, most=600)}
-    assert len(chunk) >= 1
-    rest = [n for i, n in enumerate(lengths) if i not in chunk]
+    batch = {s.key.prompt for s in waiting.take(scorers, least=100, most=600)}
+    assert len(batch) >= 1
+    rest = [n for i, n in enumerate(lengths) if i not in batch]
     longest = max(lengths)
-    assert not rest or min(lengths[i] for i in chunk) >= max(rest)
-    assert len(chunk) == 1 or len(chunk) * longest <= 600
-    assert not rest or (len(chunk) + 1) * longest > min(100, sum(lengths) // (3 * scorers))
+    assert not rest or min(lengths[i] for i in batch) >= max(rest)
+    assert len(batch) == 1 or len(batch) * longest <= 600
+    assert not rest or (len(batch) + 1) * longest > min(100, sum(lengths) // (3 * scorers))
 
 
 @given(
@@ -49,7 +49,7 @@ def test_chunks_are_the_longest_samples_within_the_limits(lengths: list[int], sc
     st.integers(1, 6),
     st.booleans(),
 )
-def test_samples_of_a_prompt_share_a_chunk_unless_each_part_is_worth_one(
+def test_samples_of_a_prompt_share_a_batch_unless_each_part_is_worth_one(
     prompts: list[tuple[int, list[int]]], scorers: int, fails: bool
 ) -> None:
     left = {
@@ -57,12 +57,12 @@ def test_samples_of_a_prompt_share_a_chunk_unless_each_part_is_worth_one(
     }
     waiting = Waiting(finished(prompts[key.prompt][0], n, key.prompt, key.sample) for key, n in left.items())
     if fails:
-        # As when a scorer fails: a chunk comes back.
+        # As when a scorer fails: a batch comes back.
         waiting.add(waiting.take(scorers, least=300, most=2000))
     while waiting:
-        chunk = waiting.take(scorers, least=300, most=2000)
-        taken = {s.key: left.pop(s.key) for s in chunk}
-        assert len(taken) == len(chunk) >= 1
+        batch = waiting.take(scorers, least=300, most=2000)
+        taken = {s.key: left.pop(s.key) for s in batch}
+        assert len(taken) == len(batch) >= 1
         for index in {key.prompt for key in taken}:
             prompt = prompts[index][0]
             parts = [[n for key, n in part.items() if key.prompt == index] for part in (taken, left)]
@@ -161,7 +161,7 @@ def test_every_sample_gets_its_own_scores(waves: int) -> None:
 
 
 @pytest.mark.parametrize("broken", ["status", "nan"])
-def test_a_failing_scorers_chunks_go_to_another(broken: str) -> None:
+def test_a_failing_scorers_batches_go_to_another(broken: str) -> None:
     samples = [finished(4, 1 + i % 3, i) for i in range(30)]
     found, failures = run_scoring([FakeScorer(broken), FakeScorer()], [samples[:15], samples[15:]])
     check_scores(found, samples)
@@ -203,7 +203,7 @@ def score_one(
 
 
 @pytest.mark.slow
-def test_a_chunk_that_fails_after_all_were_handed_out_is_scored_again() -> None:
+def test_a_batch_that_fails_after_all_were_handed_out_is_scored_again() -> None:
     """A scorer is killed and started again while the queue is empty: nobody adds samples or wakes the hand-out."""
 
     class Fails(FakeScorer):
@@ -221,7 +221,7 @@ def test_a_chunk_that_fails_after_all_were_handed_out_is_scored_again() -> None:
 
 
 @pytest.mark.slow
-def test_the_chunk_of_a_scorer_that_went_silent_goes_to_another() -> None:
+def test_the_batch_of_a_scorer_that_went_silent_goes_to_another() -> None:
     """Its connection stays open, as that of a node without power or of a process that is frozen."""
     silent: set[str] = set()
 

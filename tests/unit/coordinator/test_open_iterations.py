@@ -131,7 +131,7 @@ class KeepingRanks:
     async def _beside(self, generation: int) -> None:
         result = None
         while True:
-            ask = NextRequest(generation=generation, result=result, versions=self.versions, lane="weights")
+            ask = NextRequest(generation=generation, result=result, versions=self.versions, thread="weights")
             command = (await self.group.next(ask)).command
             assert isinstance(command, Publish)
             assert command.version in self.versions

@@ -194,6 +194,6 @@ def test_a_runs_files_tell_of_its_iterations(tmp_path: Path) -> None:
     assert found.work.prompts == (9,) * 4
     assert (found.work.dp, found.work.rollouts, found.work.models) == (2, 2, ("actor", "critic"))
     assert found.finished == [(pytest.approx(0.25), 3), (pytest.approx(1.0), 0)]
-    assert found.chunks == [(tuple(made.rollouts[0].scores), 30, pytest.approx(0.5))]
+    assert found.batches == [(tuple(made.rollouts[0].scores), 30, pytest.approx(0.5))]
     assert found.passes == {"actor": pytest.approx(0.75), "critic": 0.0}
     assert found.waited == pytest.approx(0.25)

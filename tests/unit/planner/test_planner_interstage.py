@@ -19,7 +19,7 @@ from dovetail.fusion.profile import ProfileError, StageProfile
 from dovetail.fusion.stage import StagePrediction, _parts, scan
 
 # One second a step whatever the batch, prompts for free.
-PLAIN = StageProfile(((1, 1.0), (8, 1.0)), 0.0, 0.5, max_samples=8, saturation=4, chunk_tokens=1)
+PLAIN = StageProfile(((1, 1.0), (8, 1.0)), 0.0, 0.5, max_samples=8, saturation=4, batch_tokens=1)
 
 
 def profile(**changes: Any) -> StageProfile:
@@ -113,9 +113,9 @@ def test_freed_instances_score_while_the_tail_is_generated() -> None:
     assert even.fused_seconds < even.serial_seconds
 
 
-def test_samples_are_scored_in_the_coordinators_chunks() -> None:
-    # Two chunks of at least 10 tokens, 5 + 5 and 3 + 3 (the first one's share is less), each 2 s and 0.5 s a token.
-    one = profile(chunk_tokens=10, inference_seconds_per_chunk=2.0)
+def test_samples_are_scored_in_the_coordinators_batches() -> None:
+    # Two batches of at least 10 tokens, 5 + 5 and 3 + 3 (the first one's share is less), each 2 s and 0.5 s a token.
+    one = profile(batch_tokens=10, inference_seconds_per_batch=2.0)
     result = simulate([4, 2, 4, 2], [1] * 4, [one], None)
     assert result.serial_seconds - result.generation_seconds == 2 * 2.0 + 0.5 * 16
 
@@ -280,16 +280,16 @@ def test_step_times_are_made_to_rise_by_pooling(points: list[tuple[float, float]
     assert sum(s * w for (_, s), (_, w) in zip(made, points, strict=True)) == pytest.approx(total)
 
 
-def test_a_chunks_fixed_cost_is_told_from_that_of_its_tokens() -> None:
+def test_a_batches_fixed_cost_is_told_from_that_of_its_tokens() -> None:
     found = Measurements(PLAIN)
     for tokens in (500, 2000, 700, 4000) * 5:
         found.scored(tokens, 0.2 + 0.001 * tokens)
     fitted = found.profile()
-    assert (fitted.inference_seconds_per_chunk, fitted.inference_seconds_per_token) == pytest.approx((0.2, 0.001))
+    assert (fitted.inference_seconds_per_batch, fitted.inference_seconds_per_token) == pytest.approx((0.2, 0.001))
     alike = Measurements(PLAIN)
     for seconds in (1.0, 1.4):
         alike.scored(1000, seconds)
-    assert alike.profile().inference_seconds_per_chunk == 0
+    assert alike.profile().inference_seconds_per_batch == 0
     assert alike.profile().inference_seconds_per_token == pytest.approx(0.0012, rel=0.01)
 
 
@@ -343,7 +343,7 @@ def test_a_sample_that_comes_in_parts_leaves_a_block_to_score_by_hand() -> None:
 @given(stages(), st.integers(1, 30), st.data())
 @settings(deadline=None)
 def test_parts_are_all_tokens_and_work_is_the_same(stage: dict[str, Any], block: int, data: st.DataObject) -> None:
-    stage["profiles"] = [replace(p, block_tokens=block, inference_seconds_per_chunk=0.0) for p in stage["profiles"]]
+    stage["profiles"] = [replace(p, block_tokens=block, inference_seconds_per_batch=0.0) for p in stage["profiles"]]
     threshold = data.draw(st.integers(0, len(stage["lengths"])))
     found = simulate(threshold=threshold, **stage)
     assert found.fused_seconds >= found.generation_end

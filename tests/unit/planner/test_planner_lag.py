@@ -19,7 +19,7 @@ from dovetail.cli.common.prediction_tables import prediction_tables
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve, with_lag
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.lags import Lanes, Parts, Steady, choose
+from dovetail.planner.lags import DrawnIterations, Parts, Steady, choose
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.prediction import PredictedLag, Prediction
@@ -29,7 +29,7 @@ SECONDS = st.floats(0.1, 3.0)
 
 
 def steady(iterations: Sequence[Parts], lag: int, cores: int | None = None) -> Steady:
-    return Lanes(iterations, iterations, cores).steady(lag)
+    return DrawnIterations(iterations, iterations, cores).steady(lag)
 
 
 def sums(iterations: Sequence[Parts]) -> tuple[float, float]:
@@ -69,14 +69,14 @@ def test_a_larger_lag_never_takes_longer_and_no_lag_is_faster_than_either_half(i
         assert each.seconds >= max(made, learnt) * (1 - 1e-9)
         assert 0 <= each.trainer_idle <= 1
         assert 0 <= each.rollout_idle <= 1
-        # The trainers' lane is always somewhere.
-        lane = (each.phases.get(name, 0.0) for name in ("training", "other", "waiting"))
-        assert sum(lane) == pytest.approx(each.seconds)
+        # The trainers always do something.
+        mine = (each.phases.get(name, 0.0) for name in ("training", "other", "waiting"))
+        assert sum(mine) == pytest.approx(each.seconds)
 
 
 @settings(deadline=None, max_examples=20)
 @given(drawn(shared=True), st.sampled_from([1, 2, 4]), st.integers(1, 3))
-def test_lanes_that_share_cores_gain_no_more_than_is_free(iterations: list[Parts], cores: int, lag: int) -> None:
+def test_processes_that_share_cores_gain_no_more_than_is_free(iterations: list[Parts], cores: int, lag: int) -> None:
     iterations = [
         Parts(i.samples, i.training, i.idle, (min(i.cores[0], cores), min(i.cores[1], cores))) for i in iterations
     ]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.planner.cpus import CpuStageTimes, IterationWork, best_stage, chunk_seconds, phases, training_seconds
+from dovetail.planner.cpus import CpuStageTimes, IterationWork, batch_seconds, best_stage, phases, training_seconds
 from dovetail.protocol.files.machine_profile import Cost, Machine
 from dovetail.tools.calibrate.fit import FitError, MeasuredIteration, fit, nonnegative
 from helpers.two_cores import MACHINE
@@ -52,8 +52,8 @@ def observed(each: IterationWork, machine: Machine = MACHINE) -> MeasuredIterati
         work=each,
         phases=phases(best_stage(each, machine), machine) | {"generation": stage.generated},
         finished=[(float(end), len(lengths) - i - 1) for i, end in enumerate(ends)],
-        chunks=[
-            (held, tokens, scoring * chunk_seconds(machine, held, tokens))
+        batches=[
+            (held, tokens, scoring * batch_seconds(machine, held, tokens))
             for held in each.scores
             for tokens in (150, 300, 450)
         ],
@@ -113,7 +113,7 @@ def test_no_stage_beats_its_cores(
     generation, scoring = machine.generation, machine.scoring
     tokens = sum(lengths) + sum(each.prompts)
     least = generation.cores * sum(lengths) * generation.token + scoring.cores * (
-        chunk_seconds(machine, ALL, tokens) - scoring.chunk
+        batch_seconds(machine, ALL, tokens) - scoring.batch
     )
     assert stage.end >= least / cores
     assert stage.end >= stage.generated >= max(lengths) * generation.step

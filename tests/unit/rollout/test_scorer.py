@@ -71,12 +71,12 @@ def test_company_changes_no_bit_of_a_samples_scores(folders: dict[str, ModelRef]
     together = scorer.score(scoring.MODELS, rows(list(range(24))))
     for size in (1, 2, 5):
         order = g.permutation(24).tolist()
-        for chunk in (order[i : i + size] for i in range(0, 24, size)):
-            apart = scorer.score(scoring.MODELS, rows(chunk))
-            assert together["scores"][chunk].tolist() == apart["scores"].tolist()
+        for batch in (order[i : i + size] for i in range(0, 24, size)):
+            apart = scorer.score(scoring.MODELS, rows(batch))
+            assert together["scores"][batch].tolist() == apart["scores"].tolist()
             for name in ("ref_logprobs", "values"):
                 width = apart[name].shape[1]
-                assert together[name][chunk][:, :width].tolist() == apart[name].tolist()
+                assert together[name][batch][:, :width].tolist() == apart[name].tolist()
 
 
 def test_load_replaces_the_set_and_keeps_what_is_there(folders: dict[str, ModelRef]) -> None:

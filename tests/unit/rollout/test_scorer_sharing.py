@@ -67,12 +67,12 @@ def test_siblings_change_no_bit_of_a_samples_scores(folders: dict[str, ModelRef]
     together = scorer.score(scoring.MODELS, part(arrays, list(range(n))))
     order = np.random.default_rng(2).permutation(n).tolist()
     for size in (1, 3, 7):
-        for chunk in (order[i : i + size] for i in range(0, n, size)):
-            apart = scorer.score(scoring.MODELS, part(arrays, chunk))
-            assert together["scores"][chunk].tolist() == apart["scores"].tolist()
+        for batch in (order[i : i + size] for i in range(0, n, size)):
+            apart = scorer.score(scoring.MODELS, part(arrays, batch))
+            assert together["scores"][batch].tolist() == apart["scores"].tolist()
             for name in ("ref_logprobs", "values"):
                 width = apart[name].shape[1]
-                assert together[name][chunk][:, :width].tolist() == apart[name].tolist()
+                assert together[name][batch][:, :width].tolist() == apart[name].tolist()
 
 
 def test_a_prompt_is_computed_once_for_all_its_samples(folders: dict[str, ModelRef]) -> None:

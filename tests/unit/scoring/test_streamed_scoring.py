@@ -58,7 +58,7 @@ def test_a_sample_has_one_home_and_scorers_keep_within_their_room(steps: list[li
     assert not any(streams.home(growing(i, 0).key) == ("s1", "1") for i in range(6))
 
 
-def test_a_look_is_as_long_as_a_chunk_and_leaves_some_for_other_scorers() -> None:
+def test_a_look_is_as_long_as_a_batch_and_leaves_some_for_other_scorers() -> None:
     streams = Streams()
     many = [growing(i, RESPONSE_BLOCK + i) for i in range(2, 11)]
     chosen = streams.take(("s0", ""), 10**6, many, idle=3)

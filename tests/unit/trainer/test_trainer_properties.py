@@ -23,11 +23,11 @@ from dovetail.protocol.messages import (
     CommandResult,
     Heartbeat,
     JoinRequest,
-    Lane,
     Load,
     ModelRef,
     NextRequest,
     Publish,
+    RankThread,
     Save,
     Step,
 )
@@ -283,23 +283,23 @@ class Life:
                     raise StaleGeneration
             await asyncio.sleep(2.0)
 
-    async def serve(self, lane: Lane) -> None:
+    async def serve(self, thread: RankThread) -> None:
         """As `dovetail.trainer.rank.life` does for the main thread, and `rank.sending` for the one that sends."""
         last: CommandResult | None = None
         result: CommandResult | None = None
         while True:
-            stage, step = (self.stage, self.step) if lane == "main" else (None, 0)
+            stage, step = (self.stage, self.step) if thread == "main" else (None, 0)
             request = NextRequest(
-                generation=self.number, result=result, stage=stage, step=step, versions=sorted(self.kept), lane=lane
+                generation=self.number, result=result, stage=stage, step=step, versions=sorted(self.kept), thread=thread
             )
             command = (await self.world.retried(request)).command
             handed_in, result = result, None
             if command is None:
                 continue
-            if lane == "main" and last is not None and command.id == last.id:
+            if thread == "main" and last is not None and command.id == last.id:
                 result = last
                 continue
-            if lane == "weights" and handed_in is not None and command.id == handed_in.id:
+            if thread == "weights" and handed_in is not None and command.id == handed_in.id:
                 continue
             if self.world.dying == "before":
                 raise Died

@@ -32,7 +32,7 @@ def record(
 
     `setting` is `spec.plan.interStageFusion`, and `scorers` is the number of scorers. The stage began at `begun`, and
     its last sample was generated at `generated`, in seconds since the epoch. `scoring` has one span for each scored
-    chunk."""
+    batch."""
     # If other iterations are open, a server without samples of this one is not idle.
     lane = None if turn.alone else turn.lane
     by_rollout: dict[str, list[Span]] = {}

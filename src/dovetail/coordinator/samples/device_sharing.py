@@ -112,10 +112,10 @@ class Devices:
         return rollout not in fusion.freed or self._sleepers.out_of_the_way(rollout)
 
     def learn(self, done: Generated, scoring: Sequence[Span], response_lengths: Sequence[int]) -> None:
-        """Learn the times and the lengths of an iteration. `scoring` has one span for each chunk."""
+        """Learn the times and the lengths of an iteration. `scoring` has one span for each batch."""
         groups = {i.name: i.group for i in self.fleet.instances()}
-        # A sample that goes through several lanes counts once.
-        lanes = len(self._scorers.lanes)
-        shares = [s.model_copy(update={"args": {**s.args, "tokens": s.args["tokens"] // lanes}}) for s in scoring]
+        # A sample that is scored by several model sets counts once.
+        sets = len(self._scorers.model_sets)
+        shares = [s.model_copy(update={"args": {**s.args, "tokens": s.args["tokens"] // sets}}) for s in scoring]
         self._fusion.learn(groups, done, shares)
         self._fusion.end(response_lengths)

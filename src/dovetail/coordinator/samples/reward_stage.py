@@ -13,8 +13,8 @@ from typing import Any
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.data.text.texts import ResponseText
 from dovetail.coordinator.rewards.calls import Call, Calls, fields_of
+from dovetail.coordinator.samples.model_sets import InferenceOfSets
 from dovetail.coordinator.samples.scoring import Finished, Inference, Scores
-from dovetail.coordinator.samples.scoring_lanes import ScorerLanes
 from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.store.samples import Key, SampleTable, ScoreRow
 from dovetail.protocol.messages import Span
@@ -182,7 +182,7 @@ class Joined:
 class WithRewards:
     """Runs inference and reward functions together, with the interface of `Inference`."""
 
-    def __init__(self, inference: Inference | ScorerLanes, rewards: Rewards) -> None:
+    def __init__(self, inference: Inference | InferenceOfSets, rewards: Rewards) -> None:
         self._inference = inference
         self._rewards = rewards
 

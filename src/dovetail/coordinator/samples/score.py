@@ -9,10 +9,10 @@ from dovetail.coordinator.data.text.texts import Texts
 from dovetail.coordinator.job import Job
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
 from dovetail.coordinator.rewards.calls import Calls, evaluation_slot
+from dovetail.coordinator.samples.model_sets import InferenceOfSets, ModelSet
 from dovetail.coordinator.samples.reward_stage import Joined, RewardFunctions, Rewards, WithRewards
 from dovetail.coordinator.samples.scorers import REWARD_MODEL, Scorers
 from dovetail.coordinator.samples.scoring import Finished, Inference, Scorer, Scores
-from dovetail.coordinator.samples.scoring_lanes import Lane, ScorerLanes
 from dovetail.coordinator.store.samples import Key, ScoreRow, State
 from dovetail.protocol.messages import Span
 
@@ -47,10 +47,10 @@ class Score:
         prompts: Sequence[PromptRecord],
         allowed: Callable[[Scorer], bool],
         on_span: Callable[[Span], None],
-    ) -> ScorerLanes | WithRewards:
+    ) -> InferenceOfSets | WithRewards:
         """Inference that stores the scores of finished samples. With reward functions, a sample is stored when its
         reward is known too. Scorers may take samples while they are `allowed`. `on_span` gets the span of each
-        chunk."""
+        batch."""
         ppo = self._job.spec.ppo
         version = ppo.weight_version(iteration)
 
@@ -60,11 +60,11 @@ class Score:
         def told(span: Span) -> None:
             on_span(span.model_copy(update={"iteration": iteration}))
 
-        def lane_inference(lane: Lane, collect: Callable[[list[Scores]], None]) -> Inference:
-            return Inference(self._scorers.pool(lane, version, allowed), lane, collect, told)
+        def inference_of(models: ModelSet, collect: Callable[[list[Scores]], None]) -> Inference:
+            return Inference(self._scorers.pool(models, version, allowed), models, collect, told)
 
         if self._functions is None:
-            return ScorerLanes(self._scorers.lanes, lane_inference, keep)
+            return InferenceOfSets(self._scorers.model_sets, inference_of, keep)
         joined, timeline = Joined(self._samples, version), self._job.records.timeline
         rewards = Rewards(
             self._functions,
@@ -74,7 +74,7 @@ class Score:
             joined.reward,
             lambda span: timeline.add([span]),
         )
-        return WithRewards(ScorerLanes(self._scorers.lanes, lane_inference, joined.scores), rewards)
+        return WithRewards(InferenceOfSets(self._scorers.model_sets, inference_of, joined.scores), rewards)
 
     async def answers(self, version: int, records: Sequence[PromptRecord], samples_per_prompt: int) -> None:
         """Store the rewards of the evaluation's answers, drawn with the weights `version`. The job's reward functions
@@ -92,13 +92,13 @@ class Score:
                 rewards.add(finished)
                 await rewards.finish()
             return
-        lane = next(lane for lane in self._scorers.lanes if REWARD_MODEL in lane)
+        models = next(models for models in self._scorers.model_sets if REWARD_MODEL in models)
 
         def collect(scores: list[Scores]) -> None:
             for one in scores:
                 keep(one.key, one.score)
 
-        pool = self._scorers.pool(lane, 0 if version == BEFORE_SFT else version, lambda _: True)
+        pool = self._scorers.pool(models, 0 if version == BEFORE_SFT else version, lambda _: True)
         async with Inference(pool, (REWARD_MODEL,), collect) as inference:
             inference.add(finished)
             await inference.finish(INFERENCE_SECONDS)

@@ -9,8 +9,8 @@ import aiohttp
 
 from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.job import Job
+from dovetail.coordinator.samples.model_sets import ModelSet, model_sets
 from dovetail.coordinator.samples.scoring import Scorer, ScorerPool, load_models
-from dovetail.coordinator.samples.scoring_lanes import Lane, lanes_of
 from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.coordinator.workers.preparing import Preparing
 from dovetail.manifest.critic import has_critic
@@ -43,7 +43,7 @@ class Scorers:
         # For each scorer's name, the incarnation that has loaded its models.
         self._loaded: dict[str, str] = {}
         self._loading: Preparing[Scorer] = Preparing(self.load)
-        self.lanes = lanes_of(list(self._sources), list(self._plan_holds.values())) if self._plan_holds else []
+        self.model_sets = model_sets(list(self._sources), list(self._plan_holds.values())) if self._plan_holds else []
 
     def held_by(self, scorer: str) -> list[str]:
         """The models that a scorer serves."""
@@ -80,29 +80,29 @@ class Scorers:
         """Stop the loading of models."""
         await self._loading.close()
 
-    def scorers(self, lane: Lane, version: int) -> list[Scorer]:
-        """The scorers that can score with all models of the lane now. `version` is the critic's weight version, for
+    def scorers(self, models: ModelSet, version: int) -> list[Scorer]:
+        """The scorers that can score with all models of the set now. `version` is the critic's weight version, for
         scorers that hold a critic."""
         return [
             Scorer(i.name, i.url, i.incarnation, int(i.abilities.get("room") or 0))
             for i in self._fleet.eligible("scorer")
-            if self.has_loaded(i.name, i.incarnation) and self.serves(i.name, lane) and self._fleet.holds(i, version)
+            if self.has_loaded(i.name, i.incarnation) and self.serves(i.name, models) and self._fleet.holds(i, version)
         ]
 
-    def pool(self, lane: Lane, version: int, allowed: Callable[[Scorer], bool]) -> ScorerPool:
-        """The scorers of `scorers(lane, version)` that are `allowed`."""
-        return _LanePool(self, self._fleet, lane, version, allowed)
+    def pool(self, models: ModelSet, version: int, allowed: Callable[[Scorer], bool]) -> ScorerPool:
+        """The scorers of `scorers(models, version)` that are `allowed`."""
+        return _SetPool(self, self._fleet, models, version, allowed)
 
-    def serves(self, scorer: str, lane: Lane) -> bool:
-        """Whether a scorer's models include the lane's."""
-        return set(lane) <= set(self.held_by(scorer))
+    def serves(self, scorer: str, models: ModelSet) -> bool:
+        """Whether a scorer's models include those of the set."""
+        return set(models) <= set(self.held_by(scorer))
 
 
 @dataclass(frozen=True)
-class _LanePool:
+class _SetPool:
     all: Scorers
     fleet: Fleet
-    lane: Lane
+    models: ModelSet
     version: int
     allowed: Callable[[Scorer], bool]
 
@@ -111,10 +111,10 @@ class _LanePool:
         return self.all.session
 
     def scorers(self) -> list[Scorer]:
-        return [scorer for scorer in self.all.scorers(self.lane, self.version) if self.allowed(scorer)]
+        return [scorer for scorer in self.all.scorers(self.models, self.version) if self.allowed(scorer)]
 
     def everyone(self) -> int:
-        return sum(self.all.serves(i.name, self.lane) for i in self.fleet.instances("scorer"))
+        return sum(self.all.serves(i.name, self.models) for i in self.fleet.instances("scorer"))
 
     def gone(self, scorer: Scorer) -> bool:
         return self.fleet.gone(scorer.name, scorer.incarnation)

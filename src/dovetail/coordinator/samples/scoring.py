@@ -1,8 +1,8 @@
-"""Runs reference, reward and critic inference. Scorers take finished samples in chunks, the longest first. If the
+"""Runs reference, reward and critic inference. Scorers take finished samples in batches, the longest first. If the
 trainers learn from the samples meanwhile, the shortest come first, in the trainers' order.
 
 Samples may be added while others are scored. Inter-stage fusion (RLHFuse section 4) adds them as they finish. A scorer
-takes its next chunk when it has finished the last one, so faster devices score more. If a scorer fails, its chunk goes
+takes its next batch when it has finished the last one, so faster devices score more. If a scorer fails, its batch goes
 to another one.
 
 In the tail, scorers also compute parts of samples that are still generated (`streams`), unless a longer one waits."""
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from dovetail.coordinator.data.text.tokenize import ppo_batch
 from dovetail.coordinator.samples.streams import Growing, Streams
 from dovetail.coordinator.store.samples import Key
-from dovetail.fusion.profile import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS, STREAMED_PER_SCORER, chunk_target
+from dovetail.fusion.profile import MAX_BATCH_TOKENS, MIN_BATCH_TOKENS, STREAMED_PER_SCORER, batch_target
 from dovetail.protocol.errors import error_text
 from dovetail.protocol.http.client_session import resend
 from dovetail.protocol.messages import ModelRef, Span
@@ -108,28 +108,28 @@ class Waiting:
             heapq.heappop(self._order)
         return 0
 
-    def take(self, scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS) -> list[Finished]:
-        """The next chunk for one of `scorers` scorers. It has as many samples as `chunk_target` has room
+    def take(self, scorers: int, least: int = MIN_BATCH_TOKENS, most: int = MAX_BATCH_TOKENS) -> list[Finished]:
+        """The next batch for one of `scorers` scorers. It has as many samples as `batch_target` has room
         for, prompt by prompt, the longest first. It is empty if no sample waits.
 
-        A scorer computes a prompt once for all its samples in a chunk. So the samples of one prompt stay together, even
-        if the chunk then gets a few samples more. They are divided only if both parts are large enough for a chunk
+        A scorer computes a prompt once for all its samples in a batch. So the samples of one prompt stay together, even
+        if the batch then gets a few samples more. They are divided only if both parts are large enough for a batch
         (`least`), and each has at least as many response tokens as the prompt has tokens."""
-        chunk: list[Finished] = []
+        batch: list[Finished] = []
         if not self._groups:
-            return chunk
-        rows = max(1, chunk_target(self._tokens, scorers, least, most) // self.longest)
-        while self._groups and len(chunk) < rows:
+            return batch
+        rows = max(1, batch_target(self._tokens, scorers, least, most) // self.longest)
+        while self._groups and len(batch) < rows:
             prompt = self._next()
             heapq.heappop(self._order)
             group = self._groups.pop(prompt)
             group.sort(key=len, reverse=True)
-            count = _cut(group, rows - len(chunk), least)
-            chunk += group[:count]
+            count = _cut(group, rows - len(batch), least)
+            batch += group[:count]
             if count < len(group):
                 self._groups[prompt] = group[count:]
-        self._tokens -= sum(map(len, chunk))
-        return chunk
+        self._tokens -= sum(map(len, batch))
+        return batch
 
     def _next(self) -> tuple[int, int]:
         """The prompt of the longest sample. Its entry stays at the top."""
@@ -141,7 +141,7 @@ class Waiting:
 
 
 def _cut(group: Sequence[Finished], rows: int, least: int) -> int:
-    """The number of a prompt's samples that go into a chunk with room for `rows` samples, as `Waiting.take`
+    """The number of a prompt's samples that go into a batch with room for `rows` samples, as `Waiting.take`
     describes."""
     prompt = len(group[0].prompt)
     enough = max(prompt, least - prompt)
@@ -175,13 +175,13 @@ class ScorerPool(Protocol):
         """It sends the job's token."""
 
     def scorers(self) -> Sequence[Scorer]:
-        """The scorers that may take a chunk now."""
+        """The scorers that may take a batch now."""
 
     def everyone(self) -> int:
-        """The number of all scorers, which decides the size of chunks."""
+        """The number of all scorers, which decides the size of batches."""
 
     def gone(self, scorer: Scorer) -> bool:
-        """Whether a process will never answer. Then its chunk goes to another one."""
+        """Whether a process will never answer. Then its batch goes to another one."""
 
     def failed(self, scorer: Scorer, reason: str) -> None: ...
     def succeeded(self, scorer: Scorer) -> None: ...
@@ -191,7 +191,7 @@ class Inference:
     """Scores samples as they are added. It is an async context manager. Outside of it nothing runs.
 
     `want` has some of "reference", "reward" and "critic". `poke` says that `pool.scorers` may have changed. `on_scores`
-    gets the scores of each chunk. `chunk_seconds` is the time limit of a chunk. `clock` returns monotonic seconds.
+    gets the scores of each batch. `batch_seconds` is the time limit of a batch. `clock` returns monotonic seconds.
     `check` and `finish` raise what `pool` and these functions raised."""
 
     def __init__(
@@ -200,13 +200,13 @@ class Inference:
         want: Sequence[str],
         on_scores: Callable[[list[Scores]], None],
         on_span: Callable[[Span], None] = lambda _: None,
-        chunk_seconds: float = 900.0,
+        batch_seconds: float = 900.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._want = list(want)
         self._on_scores, self._on_span = on_scores, on_span
-        self._chunk_seconds = chunk_seconds
+        self._batch_seconds = batch_seconds
         self._clock = clock
         self._waiting = Waiting()
         self._streams = Streams()
@@ -217,7 +217,7 @@ class Inference:
         self._wake = asyncio.Event()
         self._done = asyncio.Event()
         self._done.set()
-        self._busy: dict[str, _Chunk] = {}
+        self._busy: dict[str, _Batch] = {}
         self._task: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._last_failure = "no scorer is ready"
@@ -230,7 +230,7 @@ class Inference:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tasks = [*(chunk.task for chunk in self._busy.values()), *([self._task] if self._task is not None else [])]
+        tasks = [*(batch.task for batch in self._busy.values()), *([self._task] if self._task is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -292,21 +292,21 @@ class Inference:
     async def _hand_out(self) -> None:
         while True:
             self._wake.clear()
-            for name, chunk in list(self._busy.items()):
-                if chunk.task.done():
+            for name, batch in list(self._busy.items()):
+                if batch.task.done():
                     del self._busy[name]
-                elif self._pool.gone(chunk.scorer):
-                    self._take_back(chunk)
+                elif self._pool.gone(batch.scorer):
+                    self._take_back(batch)
             if self._waiting or self._at_home or self._growing:
                 self._hand_to(self._pool.scorers())
-            # While samples are left, this loop wakes up by itself, even if all of them are being scored. A failed chunk
+            # While samples are left, this loop wakes up by itself, even if all of them are being scored. A failed batch
             # comes back without a signal, because a scorer that always fails must not be asked in a tight loop.
             idle = RETRY_SECONDS if self._left else None
             await _wait(self._wake, LOOK_SECONDS if self._growing else idle)
 
     def _hand_to(self, allowed: Sequence[Scorer]) -> None:
-        """Give each idle scorer of `allowed` a chunk of finished samples, or parts of unfinished ones."""
-        busy = [chunk.scorer for chunk in self._busy.values()]
+        """Give each idle scorer of `allowed` a batch of finished samples, or parts of unfinished ones."""
+        busy = [batch.scorer for batch in self._busy.values()]
         self._streams.stay({scorer.process for scorer in [*allowed, *busy]})
         # A home is lost when its scorer goes, fails, or says that it keeps nothing of the sample. Any scorer may then
         # score it.
@@ -331,7 +331,7 @@ class Inference:
                 self._begin(scorer, samples, self._score(scorer, samples))
 
     def _begin(self, scorer: Scorer, samples: list[Finished], work: Coroutine[None, None, None]) -> None:
-        self._busy[scorer.name] = _Chunk(scorer, samples, asyncio.create_task(work))
+        self._busy[scorer.name] = _Batch(scorer, samples, asyncio.create_task(work))
 
     async def _look(self, scorer: Scorer, growing: Sequence[Growing]) -> None:
         """Let a scorer compute parts of unfinished samples."""
@@ -342,7 +342,7 @@ class Inference:
             for g in growing
         ]
         try:
-            held = await _show(self._pool.session, scorer, samples, self._want, self._chunk_seconds)
+            held = await _show(self._pool.session, scorer, samples, self._want, self._batch_seconds)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             self._last_failure = f"{scorer.name}: {error_text(error)}"
             self._pool.failed(scorer, self._last_failure)
@@ -360,13 +360,13 @@ class Inference:
         self._on_span(Span(name="inference", process=scorer.name, start=started, end=time.time(), args=args))
         self._wake.set()
 
-    def _take_back(self, chunk: _Chunk) -> None:
-        """Take back the chunk of a scorer that will never answer. Its connection may stay open, for example if a node
+    def _take_back(self, batch: _Batch) -> None:
+        """Take back the batch of a scorer that will never answer. Its connection may stay open, for example if a node
         is lost."""
-        chunk.task.cancel()
-        del self._busy[chunk.scorer.name]
-        self._last_failure = f"{chunk.scorer.name}: it went away with {len(chunk.samples)} samples"
-        self._waiting.add(chunk.samples)
+        batch.task.cancel()
+        del self._busy[batch.scorer.name]
+        self._last_failure = f"{batch.scorer.name}: it went away with {len(batch.samples)} samples"
+        self._waiting.add(batch.samples)
 
     async def _score(self, scorer: Scorer, samples: list[Finished]) -> None:
         try:
@@ -384,25 +384,25 @@ class Inference:
         # This task will have ended when `_hand_out` looks at it.
         self._wake.set()
 
-    async def _try(self, scorer: Scorer, chunk: list[Finished]) -> bool:
+    async def _try(self, scorer: Scorer, batch: list[Finished]) -> bool:
         started = time.time()
         try:
-            answer = await _score_chunk(self._pool.session, scorer, chunk, self._want, self._chunk_seconds)
+            answer = await _score_batch(self._pool.session, scorer, batch, self._want, self._batch_seconds)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             self._last_failure = f"{scorer.name}: {error_text(error)}"
             self._pool.failed(scorer, self._last_failure)
             return False
         self._pool.succeeded(scorer)
-        args = {"n": len(chunk), "tokens": sum(len(s) - self._streams.seen(s.key) for s in chunk)}
-        self._streams.end([sample.key for sample in chunk])
+        args = {"n": len(batch), "tokens": sum(len(s) - self._streams.seen(s.key) for s in batch)}
+        self._streams.end([sample.key for sample in batch])
         self._on_span(Span(name="inference", process=scorer.name, start=started, end=time.time(), args=args))
         self._on_scores(answer)
         return True
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """The chunk that a scorer is scoring."""
+class _Batch:
+    """The batch that a scorer is scoring."""
 
     scorer: Scorer
     samples: list[Finished]
@@ -454,7 +454,7 @@ async def _ask(
         return body
 
 
-async def _score_chunk(
+async def _score_batch(
     session: aiohttp.ClientSession,
     scorer: Scorer,
     samples: Sequence[Finished],

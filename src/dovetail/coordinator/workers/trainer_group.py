@@ -19,10 +19,10 @@ from dovetail.protocol.messages import (
     HeartbeatReply,
     JoinReply,
     JoinRequest,
-    Lane,
     Load,
     NextReply,
     NextRequest,
+    RankThread,
 )
 from dovetail.protocol.process.process_names import trainer_name
 
@@ -82,7 +82,7 @@ class TrainerGroup:
     _pending: dict[int, JoinRequest] = field(default_factory=dict)
     _replies: dict[str, JoinReply] = field(default_factory=dict)
     _seen: dict[int, float] = field(default_factory=dict)
-    _running: dict[Lane, _Running] = field(default_factory=dict)
+    _running: dict[RankThread, _Running] = field(default_factory=dict)
     _versions: frozenset[int] = frozenset()
     _position: TrainerPosition | None = None
     _last_result: CommandResult | None = None
@@ -124,7 +124,7 @@ class TrainerGroup:
         """Tell a rank the current generation and the command that is running. It then leaves the collectives of an
         older generation, and gives up a publish that a dead coordinator began."""
         self._seen[beat.rank] = self.clock()
-        ids = {lane: there.command.id for lane, there in self._running.items()}
+        ids = {thread: there.command.id for thread, there in self._running.items()}
         return HeartbeatReply(
             generation=self.generation,
             reason=self._why,
@@ -138,16 +138,16 @@ class TrainerGroup:
         kept weights. Raises StaleGeneration."""
         if request.generation != self.generation or not self.formed:
             raise StaleGeneration(f"generation {request.generation} is over; the current one is {self.generation}")
-        lane = request.lane
-        if lane == "main":
+        thread = request.thread
+        if thread == "main":
             self._position = TrainerPosition(request.stage, request.step)
             self._versions = frozenset(request.versions)
         elif self._position is None:
             # This coordinator restarted while the main threads train.
             self._versions |= frozenset(request.versions)
         if request.result is not None:
-            self._take_result(request.result, lane)
-        if (running := self._running.get(lane)) is not None:
+            self._take_result(request.result, thread)
+        if (running := self._running.get(thread)) is not None:
             # If rank 0 asks again, it has not received the command. The reply that carried it was lost.
             running.sent = False
         self._notify()
@@ -155,7 +155,7 @@ class TrainerGroup:
         while True:
             if request.generation != self.generation or not self.formed:
                 raise StaleGeneration(f"generation {request.generation} is over")
-            running = self._running.get(lane)
+            running = self._running.get(thread)
             if running is not None and not running.sent:
                 running.sent = True
                 if isinstance(running.command, Load):
@@ -244,8 +244,8 @@ class TrainerGroup:
         """Run one command on all ranks. `beside` says that the command publishes a kept version. The main threads may
         then run another command meanwhile. Raises TrainerLost if a rank dies or no result comes within `timeout`
         seconds, and TrainerError if the ranks refuse the command."""
-        lane: Lane = "weights" if beside else "main"
-        if (before := self._running.get(lane)) is not None:
+        thread: RankThread = "weights" if beside else "main"
+        if (before := self._running.get(thread)) is not None:
             raise RuntimeError(f"{before.command.id} is still running")
         if self._last_result is not None and self._last_result.id == command.id:
             return self._checked(self._last_result)
@@ -253,7 +253,7 @@ class TrainerGroup:
         if not self.formed:
             raise TrainerLost("the trainers are joining")
         running = _Running(command, False, asyncio.get_running_loop().create_future())
-        self._running[lane] = running
+        self._running[thread] = running
         self._notify()
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -266,8 +266,8 @@ class TrainerGroup:
                 self.end_generation(late)
             raise TrainerLost(late) from None
         finally:
-            if self._running.get(lane) is running:
-                del self._running[lane]
+            if self._running.get(thread) is running:
+                del self._running[thread]
         return self._checked(result)
 
     def extend(self, command_id: str, timeout: float) -> None:
@@ -291,14 +291,14 @@ class TrainerGroup:
             raise TrainerError(result.error or f"{result.id} failed without a reason")
         return result
 
-    def _take_result(self, result: CommandResult, lane: Lane) -> None:
+    def _take_result(self, result: CommandResult, thread: RankThread) -> None:
         self.record_result(result)
-        if lane == "main":
+        if thread == "main":
             self._last_result = result
-        running = self._running.get(lane)
+        running = self._running.get(thread)
         if running is not None and running.command.id == result.id and not running.result.done():
             running.result.set_result(result)
-            del self._running[lane]
+            del self._running[thread]
 
     def _form_if_complete(self) -> None:
         if len(self._pending) < self.world_size:

@@ -63,7 +63,7 @@ class ScoringCosts(Model):
     """The costs of a scorer that has the machine to itself."""
 
     begin: Seconds = Field(description="Of the phase, once nothing is left to generate.")
-    chunk: Seconds = Field(description="Samples scored together, whatever the models.")
+    batch: Seconds = Field(description="Samples scored together, whatever the models.")
     token: dict[str, Seconds] = Field(description="Of prompt or response, by model.")
     cores: float = Field(gt=0)
 

@@ -22,15 +22,15 @@ class FitError(ValueError):
 @dataclass(frozen=True)
 class MeasuredIteration:
     """An iteration that was measured without fusion. `phases`: the seconds of each phase. `finished`: a row for each
-    time when responses ended, with the seconds since generation began and the number of responses left. `chunks`: the
-    models, tokens and seconds of each chunk that was scored at once. `passes`: the seconds of a rank's forward and
+    time when responses ended, with the seconds since generation began and the number of responses left. `batches`: the
+    models, tokens and seconds of each batch that was scored at once. `passes`: the seconds of a rank's forward and
     backward passes by model, as the mean over ranks. `waited`: how many seconds longer the slowest rank's passes took
     than the mean, summed over the optimizer steps. The ranks wait for each other after each step."""
 
     work: IterationWork
     phases: Mapping[str, float]
     finished: Sequence[tuple[float, int]]
-    chunks: Sequence[tuple[tuple[str, ...], int, float]]
+    batches: Sequence[tuple[tuple[str, ...], int, float]]
     passes: Mapping[str, float]
     waited: float = 0.0
 
@@ -111,25 +111,25 @@ def _generation(alone: Sequence[MeasuredIteration]) -> GenerationCosts:
 
 
 def _scoring(seen: Sequence[MeasuredIteration], cores: int) -> ScoringCosts:
-    """Fit the chunks of scorers that run alone and have all models. The seconds of a token are divided among the models
-    as in the chunks of scorers with some of the models."""
-    everything = max((c[0] for o in seen for c in o.chunks), key=len)
-    alone = [c for o in seen if o.work.rollouts == 1 for c in o.chunks]
-    several = [c for o in seen if o.work.rollouts > 1 for c in o.chunks]
-    chunk, token = nonnegative([[1.0, tokens] for _, tokens, _ in alone], [s for *_, s in alone])
+    """Fit the batches of scorers that run alone and have all models. The seconds of a token are divided among the
+    models as in the batches of scorers with some of the models."""
+    everything = max((c[0] for o in seen for c in o.batches), key=len)
+    alone = [c for o in seen if o.work.rollouts == 1 for c in o.batches]
+    several = [c for o in seen if o.work.rollouts > 1 for c in o.batches]
+    batch, token = nonnegative([[1.0, tokens] for _, tokens, _ in alone], [s for *_, s in alone])
     whole = [c for c in several if c[0] == everything]
-    slower = sum(s for *_, s in whole) / sum(chunk + t * token for _, t, _ in whole) if whole else 1.0
+    slower = sum(s for *_, s in whole) / sum(batch + t * token for _, t, _ in whole) if whole else 1.0
     each = {}
     for part in {c[0] for c in several} - {everything}:
         mine = [c for c in several if c[0] == part]
-        each[part] = max(1e-9, sum(s - slower * chunk for *_, s in mine) / sum(t for _, t, _ in mine))
+        each[part] = max(1e-9, sum(s - slower * batch for *_, s in mine) / sum(t for _, t, _ in mine))
     share = dict.fromkeys(everything, 1.0 / len(everything))
     if each and set().union(*each) == set(everything):
         share = {m: taken / sum(each.values()) / len(part) for part, taken in each.items() for m in part}
     scorers = max(o.work.rollouts for o in seen)
     return ScoringCosts(
         begin=0.0,
-        chunk=chunk,
+        batch=batch,
         token={m: token * share[m] for m in everything},
         cores=max(0.3, slower * cores / min(scorers, cores)),
     )
@@ -188,7 +188,7 @@ def _search(
 
 
 def _scored(machine: Machine, seen: Sequence[MeasuredIteration]) -> Machine:
-    """Fit the time of an inference phase besides its chunks."""
+    """Fit the time of an inference phase besides its batches."""
     rest = []
     for o in seen:
         stage = CpuStageTimes(o.work, machine, None)

@@ -78,7 +78,7 @@ def _iteration(
         work=replace(work, fusion=(None,)),
         phases={name: float(metrics[f"seconds_{name}"]) for name in PHASES},
         finished=[(at, count) for at, count in left if count < len(work.responses)],
-        chunks=list(_chunks(spec, spans, processes, work.scores)),
+        batches=list(_batches(spec, spans, processes, work.scores)),
         passes=passes,
         waited=_waited(spans, processes),
     )
@@ -103,7 +103,7 @@ def _waited(spans: list[dict[str, Any]], processes: dict[int, str]) -> float:
     return sum(max(ranks.values()) - sum(ranks.values()) / len(ranks) for ranks in taken.values()) / 1e6
 
 
-def _chunks(
+def _batches(
     spec: RLHFJobSpec,
     spans: list[dict[str, Any]],
     processes: dict[int, str],

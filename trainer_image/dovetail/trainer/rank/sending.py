@@ -167,7 +167,9 @@ class SendingThread:
             result = self._publish(command)
 
     def _next(self, result: CommandResult | None) -> Publish | None:
-        request = NextRequest(generation=self._generation, result=result, versions=self._kept.versions, lane="weights")
+        request = NextRequest(
+            generation=self._generation, result=result, versions=self._kept.versions, thread="weights"
+        )
         command: Command | None = self._client.next(request, self._client.patience).command
         # If a finished command comes again, the coordinator did not get its result.
         if command is None or (result is not None and command.id == result.id):

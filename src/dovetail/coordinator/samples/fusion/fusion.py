@@ -147,7 +147,7 @@ class Fusion:
 
     def learn(self, groups: Mapping[str, str], generated: Generated, scoring: Sequence[Span]) -> None:
         """Learn the times of an iteration's requests. `groups` has the group of each rollout and scorer. `scoring` has
-        one span for each chunk."""
+        one span for each batch."""
         for name, activity in generated.instances.items():
             known = self.measured(groups.get(name, name))
             for batch, (steps, seconds) in sorted(activity.decode.items()):

@@ -12,7 +12,7 @@ from dovetail.fusion.profile import StageProfile
 
 # The weight of a new measurement in the mean of its kind.
 SMOOTHING = 0.3
-# The factor by which the weight of a measured chunk decreases with each later chunk.
+# The factor by which the weight of a measured batch decreases with each later batch.
 FADING = 0.98
 # Amounts with a smaller relative variance count as equal.
 SPREAD = 0.02
@@ -89,7 +89,7 @@ class Measurements:
         self._prefill.add(tokens, seconds)
 
     def scored(self, tokens: int, seconds: float) -> None:
-        """Add a measurement: the reference, reward model and critic took `seconds` for a chunk of `tokens` prompt and
+        """Add a measurement: the reference, reward model and critic took `seconds` for a batch of `tokens` prompt and
         response tokens."""
         self._inference.add(tokens, seconds)
 
@@ -121,7 +121,7 @@ class Measurements:
             "decode": self._points() or None,
         }
         if self._inference.fit is not None:
-            found["inference_seconds_per_chunk"], found["inference_seconds_per_token"] = self._inference.fit
+            found["inference_seconds_per_batch"], found["inference_seconds_per_token"] = self._inference.fit
         if self._migration.fit is not None:
             found["migration_seconds"], found["resume_seconds_per_token"] = self._migration.fit
         return replace(self._assumed, **{k: v for k, v in found.items() if v is not None})

@@ -174,7 +174,7 @@ class Sleepers:
         asleep = await self._go_to_sleep(instance, waking)
         scorer = self._scorer(instance.name)
         if asleep and scorer is not None:
-            # There is room for all models now. The first chunk does not need to wait for the answer.
+            # There is room for all models now. The first batch does not need to wait for the answer.
             await self._post(scorer, "/v1/bring", None)
         return asleep
 
@@ -195,7 +195,7 @@ class Sleepers:
 
     async def _post(self, instance: Instance, route: str, way: str | None) -> bool:
         """Send a POST request to an instance. Returns whether it succeeded. `way` is the direction under which the time
-        is logged and measured as a swap. It is None for a request to a scorer, because its chunks would show a
+        is logged and measured as a swap. It is None for a request to a scorer, because its batches would show a
         failure."""
         started = time.monotonic()
         error: str | None = None

@@ -1,7 +1,7 @@
 """Runs inference on scorers that hold different models. Each sample goes to one scorer of each kind, and the answers
 are merged.
 
-A *lane* is a set of models that are always requested together. If every scorer holds all models, there is one lane."""
+A *model set* has models that are always requested together. If every scorer holds all models, there is one set."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from dovetail.coordinator.samples.scoring import Finished, Inference, Scores
 from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.store.samples import Key
 
-Lane = tuple[str, ...]
+ModelSet = tuple[str, ...]
 
 
-def lanes_of(want: Sequence[str], holders: Sequence[Collection[str]]) -> list[Lane]:
-    """Divide the models of `want` into as few lanes as possible, so that each scorer holds all models of a lane or none
-    of them. `holders` has the models of each scorer. Raises ValueError for a model that no scorer holds."""
-    lanes: dict[frozenset[int], list[str]] = {}
+def model_sets(want: Sequence[str], holders: Sequence[Collection[str]]) -> list[ModelSet]:
+    """Divide the models of `want` into as few sets as possible, so that each scorer holds all models of a set or none.
+    `holders` has the models of each scorer. Raises ValueError for a model that no scorer holds."""
+    sets: dict[frozenset[int], list[str]] = {}
     for model in want:
         where = frozenset(index for index, held in enumerate(holders) if model in held)
         if not where:
             raise ValueError(f"the plan lets no scorer hold the {model} model")
-        lanes.setdefault(where, []).append(model)
-    return [tuple(models) for models in lanes.values()]
+        sets.setdefault(where, []).append(model)
+    return [tuple(models) for models in sets.values()]
 
 
-class ScorerLanes:
-    """One `Inference` for each lane, with the interface of a single one. `make(lane, on_scores)` builds the `Inference`
-    of a lane. `on_scores` gets a sample's scores once all lanes have scored it. Without lanes that is at once, without
-    scores."""
+class InferenceOfSets:
+    """One `Inference` for each model set, with the interface of a single one. `make(models, on_scores)` builds the
+    `Inference` of a set. `on_scores` gets a sample's scores once all sets have scored it. Without sets that is at once,
+    without scores."""
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
-        make: Callable[[Lane, Callable[[list[Scores]], None]], Inference],
+        sets: Sequence[ModelSet],
+        make: Callable[[ModelSet, Callable[[list[Scores]], None]], Inference],
         on_scores: Callable[[list[Scores]], None],
     ) -> None:
         self._parts: dict[Key, list[Scores]] = {}
-        self._count = len(lanes)
+        self._count = len(sets)
         self._on_scores = on_scores
         self._stack = AsyncExitStack()
-        self._lanes = [make(lane, self._collect) for lane in lanes]
+        self._inferences = [make(models, self._collect) for models in sets]
 
-    async def __aenter__(self) -> ScorerLanes:
-        for lane in self._lanes:
-            await self._stack.enter_async_context(lane)
+    async def __aenter__(self) -> InferenceOfSets:
+        for inference in self._inferences:
+            await self._stack.enter_async_context(inference)
         return self
 
     async def __aexit__(
@@ -60,29 +60,29 @@ class ScorerLanes:
     def add(self, samples: Iterable[Finished]) -> None:
         """Add samples to be scored."""
         new = list(samples)
-        for lane in self._lanes:
-            lane.add(new)
-        if not self._lanes and new:
+        for inference in self._inferences:
+            inference.add(new)
+        if not self._inferences and new:
             self._on_scores([Scores(sample.key, None, None, None) for sample in new])
 
     def follow(self, left: int, growing: Callable[[], Sequence[Growing]]) -> None:
         """Let scorers compute parts of samples that are still generated."""
-        for lane in self._lanes:
-            lane.follow(left, growing)
+        for inference in self._inferences:
+            inference.follow(left, growing)
 
     def poke(self) -> None:
         """Ask again which scorers are free."""
-        for lane in self._lanes:
-            lane.poke()
+        for inference in self._inferences:
+            inference.poke()
 
     def check(self) -> None:
         """Raise what the handling of scores has raised."""
-        for lane in self._lanes:
-            lane.check()
+        for inference in self._inferences:
+            inference.check()
 
     async def finish(self, deadline_seconds: float) -> None:
         """Wait until all added samples are scored. Raises TimeoutError, and what `check` raises."""
-        finishing = [asyncio.create_task(lane.finish(deadline_seconds)) for lane in self._lanes]
+        finishing = [asyncio.create_task(inference.finish(deadline_seconds)) for inference in self._inferences]
         try:
             await asyncio.gather(*finishing)
         finally:

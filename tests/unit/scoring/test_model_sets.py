@@ -12,8 +12,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.coordinator.samples.model_sets import InferenceOfSets, ModelSet, model_sets
 from dovetail.coordinator.samples.scoring import Finished, Inference, Scorer, Scores
-from dovetail.coordinator.samples.scoring_lanes import Lane, ScorerLanes, lanes_of
 from dovetail.coordinator.store.samples import Key
 from dovetail.protocol.wire import pack, unpack
 from helpers.coordinated import ScorerPool
@@ -22,21 +22,21 @@ WANT = ["reference", "reward", "critic"]
 
 
 @given(st.lists(st.sets(st.sampled_from(WANT)), max_size=6))
-def test_lanes_part_the_models_and_nobody_holds_half_a_lane(holders: list[set[str]]) -> None:
+def test_sets_part_the_models_and_nobody_holds_half_a_set(holders: list[set[str]]) -> None:
     held = set().union(*holders) if holders else set()
     if held != set(WANT):
         with pytest.raises(ValueError, match="lets no scorer hold the"):
-            lanes_of(WANT, holders)
+            model_sets(WANT, holders)
         return
-    lanes = lanes_of(WANT, holders)
-    assert sorted(model for lane in lanes for model in lane) == sorted(WANT)
+    sets = model_sets(WANT, holders)
+    assert sorted(model for each in sets for model in each) == sorted(WANT)
     for holder in holders:
-        assert all(set(lane) <= holder or not set(lane) & holder for lane in lanes)
+        assert all(set(each) <= holder or not set(each) & holder for each in sets)
 
 
-def test_where_all_hold_all_there_is_one_lane() -> None:
-    assert lanes_of(WANT, [set(WANT)] * 3) == [tuple(WANT)]
-    assert lanes_of(WANT, [{"reference"}, {"reward", "critic"}]) == [("reference",), ("reward", "critic")]
+def test_where_all_hold_all_there_is_one_set() -> None:
+    assert model_sets(WANT, [set(WANT)] * 3) == [tuple(WANT)]
+    assert model_sets(WANT, [{"reference"}, {"reward", "critic"}]) == [("reference",), ("reward", "critic")]
 
 
 class Holder:
@@ -59,7 +59,7 @@ class Holder:
 
 
 def score(holders: list[Holder], samples: list[Finished], on_scores: Callable[[list[Scores]], None]) -> list[str]:
-    """Through lanes; the failures."""
+    """Through model sets; the failures."""
     failures: list[str] = []
 
     async def scenario() -> None:
@@ -74,19 +74,19 @@ def score(holders: list[Holder], samples: list[Finished], on_scores: Callable[[l
 
         async with aiohttp.ClientSession() as session:
 
-            def make(lane: Lane, collect: Callable[[list[Scores]], None]) -> Inference:
-                mine = [s for s, h in zip(servers, holders, strict=True) if set(lane) <= set(h.models)]
+            def make(models: ModelSet, collect: Callable[[list[Scores]], None]) -> Inference:
+                mine = [s for s, h in zip(servers, holders, strict=True) if set(models) <= set(h.models)]
                 return Inference(
-                    ScorerPool(session, lambda: mine, lambda _, reason: failures.append(reason)), lane, collect
+                    ScorerPool(session, lambda: mine, lambda _, reason: failures.append(reason)), models, collect
                 )
 
-            async with ScorerLanes(lanes_of(WANT, [h.models for h in holders]), make, on_scores) as lanes:
+            async with InferenceOfSets(model_sets(WANT, [h.models for h in holders]), make, on_scores) as inference:
                 for wave in (samples[::2], samples[1::2]):
-                    lanes.add(wave)
-                    lanes.poke()
+                    inference.add(wave)
+                    inference.poke()
                     await asyncio.sleep(0)
-                    lanes.check()
-                await lanes.finish(20.0)
+                    inference.check()
+                await inference.finish(20.0)
         for runner in runners:
             await runner.cleanup()
 
@@ -121,7 +121,7 @@ def test_each_sample_meets_each_model_once_and_is_merged() -> None:
     assert sorted(holders[1].seen + holders[2].seen) == lengths
 
 
-def test_what_the_store_says_ends_all_lanes() -> None:
+def test_what_the_store_says_ends_all_sets() -> None:
     def refuse(scores: list[Scores]) -> None:
         raise OSError("disk is full")
 
@@ -134,13 +134,15 @@ def test_a_sample_that_no_model_scores_is_done_at_once() -> None:
     told: list[Scores] = []
 
     async def main() -> None:
-        async with ScorerLanes(lanes_of([], [set(), set()]), lambda *_: pytest.fail("no lane"), told.extend) as lanes:
-            lanes.add([Finished(Key(1, 0, 0), np.array([1], np.int32), np.array([2], np.int32))])
-            lanes.add([])
-            lanes.follow(1, list)
-            lanes.poke()
-            lanes.check()
-            await lanes.finish(1.0)
+        async with InferenceOfSets(
+            model_sets([], [set(), set()]), lambda *_: pytest.fail("no set"), told.extend
+        ) as inference:
+            inference.add([Finished(Key(1, 0, 0), np.array([1], np.int32), np.array([2], np.int32))])
+            inference.add([])
+            inference.follow(1, list)
+            inference.poke()
+            inference.check()
+            await inference.finish(1.0)
 
     asyncio.run(main())
     assert [(s.key, s.ref_logprobs, s.values, s.score) for s in told] == [(Key(1, 0, 0), None, None, None)]
