@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -14,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dovetail.cli.common.plan_inputs import read_profile
+from dovetail.coordinator.reporting.page.page_documents import plan_page
 from dovetail.coordinator.schedules.training_schedule import profiled_problem
 from dovetail.pipelines import (
     CHUNKED,
@@ -21,6 +24,7 @@ from dovetail.pipelines import (
     DEDICATED,
     FAMILIES,
     Choice,
+    Pass,
     ProblemError,
     Schedule,
     ScheduleProblem,
@@ -34,8 +38,6 @@ from dovetail.pipelines import (
     fused_problem,
     serial_memory,
     steps,
-    svg,
-    text_rows,
 )
 from dovetail.protocol.errors import UsageError
 from dovetail.protocol.process.extras import DISTRIBUTION
@@ -91,7 +93,7 @@ _count = click.IntRange(1)
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     multiple=True,
-    help="Write the schedule as JSON, or draw its timeline if the name ends in .svg. May be repeated.",
+    help="Write the schedule as JSON, or a page with its timeline if the name ends in .html. May be repeated.",
 )
 def schedule(
     stages: tuple[int, int],
@@ -112,7 +114,7 @@ def schedule(
     take twice as long and hold twice as much. The critic's micro-batches follow from the actor's.
 
     \b
-      dovetail schedule --stages 8 4 --micro-batches 16 --forward 5 2 -o schedule.svg
+      dovetail schedule --stages 8 4 --micro-batches 16 --forward 5 2 -o schedule.html
     """
     console = Console()
     try:
@@ -152,9 +154,11 @@ def schedule(
     check_steps(choice.best.instance.problem, steps(choice.best))
     _show(console, problem, choice)
     for path in output:
-        written = svg(choice.best) if path.suffix == ".svg" else json.dumps(document(choice.best)) + "\n"
+        written = (
+            _page(problem, choice) if path.suffix == ".html" else json.dumps(document(choice.best)).encode() + b"\n"
+        )
         try:
-            path.write_text(written, encoding="utf-8")
+            path.write_bytes(written)
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
         console.print(f"Written: {path}", highlight=False, markup=False, soft_wrap=True)
@@ -167,16 +171,16 @@ def _others(problem: ScheduleProblem, names: list[str], effort: SearchEffort) ->
         return {}
 
 
-def _show(console: Console, problem: ScheduleProblem, choice: Choice) -> None:
+_COLUMNS = ("family", "makespan", "bound", "speed-up", "loses", "peak", "of serial")
+
+
+def _rows(problem: ScheduleProblem, choice: Choice) -> Iterator[tuple[str, ...]]:
+    """A row of _COLUMNS for each family. The chosen one has a star."""
     baseline = find(replace(problem, memory_limit=None), FAMILIES["serial"], SearchEffort()).makespan
     unit = serial_memory(problem)
-    table = Table(show_edge=False)
-    table.add_column("family")
-    for heading in ("makespan", "bound", "speed-up", "loses", "peak", "of serial"):
-        table.add_column(heading, justify="right")
     for name, found in choice.schedules.items():
         chosen = found is choice.best
-        table.add_row(
+        yield (
             f"{name} *" if chosen else name,
             f"{found.makespan:g}",
             f"{found.bound:g}" if not family_of(name).fixed else "",
@@ -184,10 +188,30 @@ def _show(console: Console, problem: ScheduleProblem, choice: Choice) -> None:
             "" if chosen else f"{100 * choice.loss(name):.1f} %",
             f"{found.peak:g}",
             f"{found.peak / unit:.2f}",
-            style="bold" if chosen else None,
         )
     for name in choice.refused:
-        table.add_row(name, "does not fit", *[""] * 5)
+        yield (name, "does not fit", *[""] * 5)
+
+
+def _page(problem: ScheduleProblem, choice: Choice) -> bytes:
+    """A page with the timeline of the chosen schedule, rank by rank, and the table of families."""
+    best = choice.best
+    ranks: list[list[tuple[Any, ...]]] = [[] for _ in range(best.instance.ranks)]
+    for p in best.passes():
+        ranks[p.rank].append((f"{p.model} {p.kind}{p.micro_batch}", p.start, p.end, f"stage {p.stage}"))
+    lanes = [{"label": f"rank {rank}", "bars": bars} for rank, bars in enumerate(ranks)]
+    facts = [f"Makespan {best.makespan:g}, bound {best.bound:g}, peak activation {best.peak:g}"]
+    families = {"title": "Families", "columns": _COLUMNS, "rows": list(_rows(problem, choice))}
+    plan = {"title": "Timeline by rank", "unit": "units", "facts": facts, "phases": [], "lanes": lanes}
+    return plan_page(best.family, {**plan, "tables": [families]})
+
+
+def _show(console: Console, problem: ScheduleProblem, choice: Choice) -> None:
+    table = Table(show_edge=False)
+    for heading in _COLUMNS:
+        table.add_column(heading, justify="left" if heading == "family" else "right")
+    for row in _rows(problem, choice):
+        table.add_row(*row, style="bold" if row[0].endswith("*") else None)
     console.print(table)
     families = [family_of(name) for name in (*choice.schedules, *choice.refused)]
     known = [f"{family.name} is {family.published}" for family in families if family.published]
@@ -208,9 +232,32 @@ def _show(console: Console, problem: ScheduleProblem, choice: Choice) -> None:
         )
     )
     width = max(40, min(console.width - 10, 160))
-    for rank, row in enumerate(text_rows(best, width)):
+    for rank, characters in enumerate(_text_rows(best, width)):
         line = Text(f"rank {rank:<3} ")
-        for character, model in row:
+        for character, model in characters:
             shown = character.lower() if model == 1 else character
             line.append(shown, style=("cyan", "yellow")[model] if model is not None else "dim")
         console.print(line, no_wrap=True, overflow="crop")
+
+
+def _text_rows(schedule: Schedule, width: int) -> list[list[tuple[str, int | None]]]:
+    """The timeline for a terminal. Each rank has a list of (character, model or None), one for each column.
+
+    A column shows the pass that fills most of it, if the rank computes for at least half of it. Otherwise it shows a
+    dot."""
+    names = [m.name for m in schedule.instance.problem.models]
+    rows: list[list[tuple[str, int | None]]] = []
+    passes: list[list[Pass]] = [[] for _ in range(schedule.instance.ranks)]
+    for p in schedule.passes():
+        passes[p.rank].append(p)
+    column = schedule.makespan / width
+    for mine in passes:
+        row: list[tuple[str, int | None]] = []
+        for i in range(width):
+            low, high = i * column, (i + 1) * column
+            shown = {p: overlap for p in mine if (overlap := min(p.end, high) - max(p.start, low)) > 0}
+            idle = sum(shown.values()) < column / 2
+            best = None if idle else max(shown, key=lambda p: shown[p])
+            row.append((".", None) if best is None else (best.kind, names.index(best.model)))
+        rows.append(row)
+    return rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from dovetail.cli.common.prediction_tables import (
@@ -14,11 +13,10 @@ from dovetail.cli.common.prediction_tables import (
     task_name,
 )
 from dovetail.coordinator.reporting.page.iteration_timeline import BARS
-from dovetail.coordinator.reporting.page.page_documents import encode
+from dovetail.coordinator.reporting.page.page_documents import plan_page
 from dovetail.planner.layouts import Chosen
 from dovetail.planner.simulated_iteration import Simulated, simulate
 from dovetail.protocol.prediction import Prediction
-from dovetail.web.page_files import frozen_page
 
 # With more GPUs than this, one GPU of each kind is shown. GPUs with the same tasks look the same.
 EVERY_GPU = 64
@@ -42,6 +40,7 @@ def timeline_page(name: str, chosen: Chosen) -> bytes:
     for bar in sorted(sorted(bars, key=lambda bar: bar.start - bar.end)[:BARS], key=lambda bar: bar.start):
         lanes.setdefault((bar.pool, bar.gpu), []).append((bar.name, bar.start, bar.end, bar.lane))
     plan = {
+        "unit": "s",
         "title": "Timeline by GPU" if shown is None else "Timeline, one GPU of each kind",
         "facts": [
             f"{placement_name(prediction.placement, prediction.note)}, schedule {prediction.schedule}",
@@ -53,8 +52,7 @@ def timeline_page(name: str, chosen: Chosen) -> bytes:
         "lanes": [{"label": f"{pool} {gpu}", "bars": lanes[pool, gpu]} for pool, gpu in sorted(lanes)],
         "tables": _tables(prediction),
     }
-    about = {"source": "file", "plan": True, "run": name, "written": time.time(), "left_out": ""}
-    return frozen_page(encode({"about": about, "answers": {"plan": plan}}))
+    return plan_page(name, plan)
 
 
 def _shown(prediction: Prediction, gpus: int) -> set[tuple[str, int]] | None:

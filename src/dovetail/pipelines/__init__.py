@@ -7,7 +7,6 @@ each rank.
     found = find(problem, FAMILIES["fused"], SearchEffort(seconds=5, clock=time.monotonic))
     check_steps(problem, steps(found))
     print(found.makespan, found.bound, found.peak)
-    Path("schedule.svg").write_text(svg(found))
     Path("schedule.json").write_text(json.dumps(document(found)))
 
 `choose` compares families. docs/schedules.md explains the problem, the families and
@@ -16,7 +15,6 @@ the search. `simulate` describes the simulator's arrays, which hold stages in an
 from dovetail.pipelines.bound import lower_bound
 from dovetail.pipelines.check import RankPass, ScheduleError, check_steps, steps
 from dovetail.pipelines.compat import COMPILED
-from dovetail.pipelines.draw import svg, text_rows
 from dovetail.pipelines.families import (
     ALONE,
     CHUNKED,
@@ -79,6 +77,4 @@ __all__ = [
     "serial_memory",
     "simulate_1f1b",
     "steps",
-    "svg",
-    "text_rows",
 ]

@@ -43,5 +43,4 @@ def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
     assert code is not None
     monkeypatch.chdir(tmp_path)
     exec(compile(code[1], "docs/schedules.md", "exec"), {})
-    assert (tmp_path / "schedule.svg").read_text().startswith("<svg ")
     assert (tmp_path / "schedule.json").is_file()

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from dovetail.cli.main import cli
+from helpers.finished_runs import page_data
 
 SMALL = [
     *("schedule", "--stages", "4", "2", "--micro-batches", "4"),
@@ -19,7 +20,7 @@ def call(*arguments):
 
 
 def test_a_table_a_timeline_a_document_and_a_picture(tmp_path):
-    result = call("-o", str(tmp_path / "s.json"), "-o", str(tmp_path / "s.svg"), "--family", "fused")
+    result = call("-o", str(tmp_path / "s.json"), "-o", str(tmp_path / "s.html"), "--family", "fused")
     assert result.exit_code == 0, result.output
     assert re.search(r"fused \*\s", result.output)
     assert len(re.findall(r"^rank \d", result.output, re.MULTILINE)) == 4
@@ -30,9 +31,10 @@ def test_a_table_a_timeline_a_document_and_a_picture(tmp_path):
     assert (written["models"][1]["micro_batches"], written["models"][1]["forward"]) == (2, 4)
     assert written["models"][1]["backward"] == 8
     assert {a["kind"] for mine in written["actions"] for a in mine} == {"F", "B"}
-    picture = (tmp_path / "s.svg").read_text()
-    assert picture.startswith("<svg ")
-    assert picture.count("<title>") == 4 * (2 * 4 + 2 * 2)
+    shown = page_data((tmp_path / "s.html").read_text())["answers"]["plan"]
+    assert [lane["label"] for lane in shown["lanes"]] == [f"rank {rank}" for rank in range(4)]
+    assert sum(len(lane["bars"]) for lane in shown["lanes"]) == 4 * (2 * 4 + 2 * 2)
+    assert "fused *" in [row[0] for row in shown["tables"][0]["rows"]]
 
 
 @pytest.mark.slow

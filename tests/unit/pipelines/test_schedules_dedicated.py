@@ -25,8 +25,6 @@ from dovetail.pipelines import (
     find,
     fused_problem,
     steps,
-    svg,
-    text_rows,
 )
 
 
@@ -118,11 +116,9 @@ def test_models_on_some_common_ranks_are_refused() -> None:
         ScheduleProblem((ModelPipelines("actor", 2, 4, 1.0, 2.0), ModelPipelines("critic", 2, 4, 1.0, 2.0, first=1)))
 
 
-def test_it_is_drawn_and_written_like_the_others() -> None:
+def test_it_is_written_like_the_others() -> None:
     found = dedicated(fused_problem(4, 4, 3, 2, 1))
     written = json.loads(json.dumps(document(found)))
     actor, critic = written["models"]
     assert (written["ranks"], actor["stages"], critic["first_rank"], critic["stages"]) == (4, 3, 3, 1)
     assert [{a["model"] for a in mine} for mine in written["actions"]] == [{"actor"}] * 3 + [{"critic"}]
-    assert svg(found).count("<title>") == 4 * 2 * 3
-    assert {model for row in text_rows(found) for _, model in row} == {0, 1, None}

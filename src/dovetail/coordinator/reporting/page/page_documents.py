@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from dovetail.coordinator.reporting.page.sample_tokens import batch_row, not_lea
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT, Row
 from dovetail.manifest.types import Stage
 from dovetail.protocol.http.page_questions import QUESTION
+from dovetail.web.page_files import frozen_page
 
 Document = dict[str, Any]
 # The maximum number of rows of history in one answer. A row has up to 3 KB, and the status API takes answers of 8 MiB.
@@ -203,3 +205,10 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def plan_page(name: str, plan: Document) -> bytes:
+    """A page that shows a plan only, as one HTML file. `plan` has a title, facts, phases as [name, seconds], lanes of
+    bars [name, start, end, detail] in `unit`, and tables."""
+    about = {"source": "file", "plan": True, "run": name, "written": time.time(), "left_out": ""}
+    return frozen_page(encode({"about": about, "answers": {"plan": plan}}))
