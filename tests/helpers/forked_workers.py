@@ -90,9 +90,9 @@ def collect(arguments: list[str]) -> None:
 
 def serve(listening: socket.socket, parent: int, arguments: list[str]) -> None:
     """The template. In a forked worker it returns at the worker's end."""
-    from dovetail.launch import proctree
+    from dovetail.protocol.process import endings
 
-    proctree.die_with_parent()
+    endings.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     collect(arguments)
     if len(os.listdir("/proc/self/task")) > 1:  # a lock that another thread holds would stay locked in a forked process

@@ -25,6 +25,7 @@ from dovetail.gpus.nvidia_driver import cuda_devices
 from dovetail.launch import proctree, zygote
 from dovetail.launch.local.launcher import spawn_kind
 from dovetail.launch.spawn import PRELOAD, ForkSpawner
+from dovetail.protocol.process import endings
 
 TESTS = Path(__file__).parents[1]
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -244,7 +245,7 @@ def replace_triton_kernels() -> None:
 
 def serve(channel: socket.socket, parent: int) -> None:
     """The process that has the imports, of a tests' process `parent`."""
-    proctree.die_with_parent()
+    endings.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module, _, function = PRELOAD.partition(":")
     getattr(importlib.import_module(module), function)()

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dovetail.launch import logs, proctree
+from dovetail.launch import proctree
 from dovetail.launch.processes import ProcessSpec
+from dovetail.protocol.process import endings
 from dovetail.protocol.process.env import started_with
 from dovetail.protocol.process.pulse import PULSE
 
@@ -73,7 +74,7 @@ class Spawner:
 
     def last_log_line(self) -> str | None:
         """The last line of the zygote's log, to report its death."""
-        return logs.last_line(self._log, self._log_start)
+        return endings.why_ended(self._log, self._log_start)
 
     @property
     def zygote_pid(self) -> int | None:
@@ -85,7 +86,7 @@ class Spawner:
             return
         proctree.adopt_orphans()
         self.killed_as = None
-        self._log_start = logs.size(self._log)
+        self._log_start = endings.size(self._log)
         ours, theirs = socket.socketpair()
         self._zygote = self._launch(theirs)
         theirs.close()

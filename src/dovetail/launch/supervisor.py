@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dovetail.launch import logs
 from dovetail.launch.liveness import Liveness
 from dovetail.launch.processes import ProcessSpec
 from dovetail.launch.spawn import Event, Exited, Spawner, Started
+from dovetail.protocol.process import endings
 from dovetail.protocol.process.exit_codes import BAD_CONFIGURATION, JOB_FAILED
 from dovetail.protocol.process.process_names import COORDINATOR
 
@@ -71,11 +71,11 @@ class LogFiles:
 
     def began(self, spec: ProcessSpec) -> None:
         """Say that the process is started now."""
-        self._starts[spec.name] = logs.size(spec.log)
+        self._starts[spec.name] = endings.size(spec.log)
 
     def last(self, spec: ProcessSpec) -> str | None:
         """What the process said last since it was started."""
-        return logs.last_line(spec.log, self._starts[spec.name])
+        return endings.why_ended(spec.log, self._starts[spec.name])
 
     def last_of(self, spawner: Spawner) -> str | None:
         """What a spawner said last."""

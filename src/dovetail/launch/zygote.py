@@ -31,11 +31,11 @@ from dovetail.launch.proctree import (
     Process,
     adopt_orphans,
     descendants,
-    die_with_parent,
     kill_until_gone,
     set_name,
     snapshot,
 )
+from dovetail.protocol.process.endings import die_with_parent
 from dovetail.protocol.process.pulse import Pulse
 
 

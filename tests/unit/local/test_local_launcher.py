@@ -18,12 +18,12 @@ from dovetail.coordinator.store.store import Store
 from dovetail.gpus.nvidia_driver import cuda_devices
 from dovetail.launch.local.launcher import Launcher, Stopwatch, spawn_kind
 from dovetail.launch.local.rundir import RunDir, explained
-from dovetail.launch.logs import last_line
 from dovetail.launch.ports import PortReservation
 from dovetail.launch.processes import port_names, render
 from dovetail.manifest.types import Parallelism, RLHFJob
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
+from dovetail.protocol.process.endings import why_ended
 from dovetail.protocol.process.env import ProcessEnv
 
 
@@ -558,13 +558,13 @@ def test_a_run_directory_that_cannot_be_made(tmp_path):
         ("DeprecationWarning: old\nlast words\n", "last words"),
     ],
 )
-def test_last_line(tmp_path, text, expected):
+def test_a_log_tells_why_its_process_ended(tmp_path, text, expected):
     (tmp_path / "log").write_text("ValueError: an earlier life\n" + text)
-    assert last_line(tmp_path / "log", start=len("ValueError: an earlier life\n")) == expected
+    assert why_ended(tmp_path / "log", start=len("ValueError: an earlier life\n")) == expected
 
 
-def test_last_line_of_no_file(tmp_path):
-    assert last_line(tmp_path / "none") is None
+def test_no_log_tells_nothing(tmp_path):
+    assert why_ended(tmp_path / "none") is None
 
 
 def test_the_stopwatch_goes_on_in_the_next_run(tmp_path):

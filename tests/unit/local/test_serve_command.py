@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from dovetail.cli import serve_command
 from dovetail.cli.main import cli
 from dovetail.coordinator.data.text.chat_template import HUMAN_ASSISTANT_TEMPLATE
-from dovetail.launch.logs import last_line
 from dovetail.protocol.errors import RunError
+from dovetail.protocol.process.endings import why_ended
 from dovetail.tools.serving.served_result import check_served, last_error, serve_arguments, serve_environment
 from dovetail.tools.serving.served_result import serve_command as serve_command_of
 
@@ -130,9 +130,9 @@ def test_the_cause_counts_and_not_the_line_that_points_to_it(tmp_path):
         "(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above.\n"
     )
     assert last_error(tmp_path / "log") == "ValueError: no memory for the KV cache"
-    assert last_line(tmp_path / "log") == "ValueError: no memory for the KV cache"
+    assert why_ended(tmp_path / "log") == "ValueError: no memory for the KV cache"
     (tmp_path / "log").write_text("RuntimeError: Engine core initialization failed. See root cause above.\n")
-    assert last_error(tmp_path / "log") == last_line(tmp_path / "log") == (tmp_path / "log").read_text().strip()
+    assert last_error(tmp_path / "log") == why_ended(tmp_path / "log") == (tmp_path / "log").read_text().strip()
 
 
 def test_a_folder_in_which_vllm_finds_no_weights_is_named_at_once(tmp_path):

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
-import signal
 
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends, however it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+from dovetail.protocol.process.endings import die_with_parent
 
 
 def register() -> None:

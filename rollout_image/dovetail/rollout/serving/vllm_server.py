@@ -310,9 +310,9 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
     import vllm
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+    from dovetail.protocol.process.endings import die_with_parent
     from dovetail.rollout.compat import allow_experts_on_cpus, fork_engine_core, parse_serve_arguments, run_server
     from dovetail.rollout.serving.model_infos import use_brought
-    from dovetail.rollout.serving.plugin import die_with_parent
     from dovetail.rollout.serving.register import Registrar
     from dovetail.rollout.serving.routes import STATE, UnsuitableRunner
 

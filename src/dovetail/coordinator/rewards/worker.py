@@ -9,7 +9,6 @@ or its parent ends."""
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import faulthandler
 import inspect
 import io
@@ -22,8 +21,8 @@ from typing import Any, TextIO
 
 from dovetail.coordinator.rewards.values import WrongRewards, checked, describe, raised
 from dovetail.manifest import callables
+from dovetail.protocol.process.endings import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 # The frames of these files are not the user's.
 _OWN = {__file__, callables.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>"}
 _OWN.add(str(sys.modules["importlib"].__file__))
@@ -41,7 +40,7 @@ def _pipes() -> tuple[TextIO, TextIO]:
 
 
 def _die_with(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent:
         os._exit(0)
 

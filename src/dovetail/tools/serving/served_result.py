@@ -23,7 +23,6 @@ from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.coordinator.data.text.chat_template import HUMAN_ASSISTANT_TEMPLATE, human_assistant_template
 from dovetail.coordinator.reporting.model_card import LANGUAGE_MODELS
 from dovetail.launch.liveness import temporary_folder
-from dovetail.launch.logs import POINTER
 from dovetail.launch.ports import PortReservation
 from dovetail.launch.processes import ProcessSpec
 from dovetail.launch.spawn import ExecSpawner
@@ -33,6 +32,7 @@ from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.files.durable import read_object
 from dovetail.protocol.http import direct
 from dovetail.protocol.http.header_deadline import SERVER_KEEP_SECONDS
+from dovetail.protocol.process.endings import POINTER
 from dovetail.protocol.process.extras import missing_extras
 from dovetail.protocol.process.inheritance import on_this_machine
 

@@ -15,6 +15,7 @@ from typing import Any
 from dovetail.coordinator.reporting.trackers import tracker_worker
 from dovetail.coordinator.reporting.trackers.tracker_clients import CLIENTS
 from dovetail.manifest.types import RLHFJobSpec, Tracker
+from dovetail.protocol.process.endings import tail
 from dovetail.protocol.process.env import TOKEN
 
 # The time that trackers may take to send the rest when a run has ended.
@@ -127,7 +128,7 @@ class TrackerProcesses:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, 9)
                 await process.wait()
-        return None if code == 0 else last_line(path) or f"it ended with code {code}"
+        return None if code == 0 else [f"it ended with code {code}", *tail(path)][-1].strip()
 
     def _order(self, tracker: Tracker) -> dict[str, Any]:
         return {
@@ -139,15 +140,3 @@ class TrackerProcesses:
             "run_dir": str(self._dir),
             "manifest": self._manifest,
         }
-
-
-def last_line(path: Path) -> str:
-    """The last line of a log that is not empty. '' if there is none."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 4096))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")

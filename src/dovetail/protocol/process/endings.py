@@ -1,10 +1,14 @@
-"""Finds the line of a dead process's log that says why it died."""
+"""How processes end: with their parent, and why, as their logs say."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
+import signal
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 128 * 1024
 LONGEST_LINE = 400
 _EXCEPTION = re.compile(
@@ -15,6 +19,13 @@ POINTER = re.compile(r"root cause", re.IGNORECASE)
 _CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
+def die_with_parent(sig: int = signal.SIGKILL) -> None:
+    """Have the kernel send `sig` to this process when its parent dies. 0 cancels this. Raises OSError."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(sig), 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({_PR_SET_PDEATHSIG}): {os.strerror(error)}")
+
+
 def size(path: Path) -> int:
     """The size of a file in bytes. 0 if it does not exist."""
     try:
@@ -23,18 +34,23 @@ def size(path: Path) -> int:
         return 0
 
 
-def last_line(path: Path, start: int = 0) -> str | None:
-    """The line of a log that tells best why its process ended. It is the last exception of a traceback, or else the
-    last line that is not empty. `start`: the byte from which the log is read. It is cut to LONGEST_LINE
-    characters. None if there is no such line."""
+def tail(path: Path, start: int = 0) -> list[str]:
+    """The last lines of a log that are not empty, without control characters. `start`: the byte from which it is
+    read."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, 2)
             file.seek(max(start, end - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
-        return None
-    lines = [line for line in (_CONTROL.sub("", raw).rstrip() for raw in text.splitlines()) if line.strip()]
+        return []
+    return [line for line in (_CONTROL.sub("", raw).rstrip() for raw in text.splitlines()) if line.strip()]
+
+
+def why_ended(path: Path, start: int = 0) -> str | None:
+    """The line of a log that tells best why its process ended. It is the last exception of a traceback, or else the
+    last line of `tail`. It is cut to LONGEST_LINE characters. None if there is no such line."""
+    lines = tail(path, start)
     pointer: str | None = None
     for line in reversed(lines):
         found = _EXCEPTION.search(line)
