@@ -1,4 +1,4 @@
-# make install | demo | drill | test | test-fast | test-nightly | same-bits | lint | generate | requirements | bench-...
+# make install | demo | drill | test | test-fast | test-nightly | budgets | same-bits | lint | generate | requirements | bench-...
 # Needs Python 3.11, 3.12 or 3.13 and the package registry that pip is configured for; everything goes into .venv.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -24,7 +24,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help docs install tools demo drill test test-fast test-nightly same-bits lint format generate families requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-race bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-batches bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu test-gpu clean
+.PHONY: help docs install tools demo drill test test-fast test-nightly budgets same-bits lint format generate families requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-race bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-batches bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu test-gpu clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images images-push
 
 help: ## Show the targets
@@ -75,6 +75,11 @@ test-fast: install tools $(KERNELS) ## Tests that start no vLLM servers or train
 test-nightly: lint tools $(MODEL_INFOS) $(KERNELS) ## The whole test suite, and the long drills in all their variants
 	@$(DEVCLUSTER) build --where-supported >/dev/null
 	$(PYTEST) $(PYTEST_ARGS)
+
+BUDGETS = tests/budgets tests/nullgpu tests/unit/coordinator/test_training_schedule.py
+
+budgets: install $(KERNELS) ## What a sample, a step and a job may cost: CPU over an anchor, bytes, launches; part of make test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s --durations=0 --durations-min=1 -m budget $(BUDGETS)
 
 same-bits: $(STAMP) ## In minutes: lint, the nearest tests, and whether tiny jobs have the same bits as at BASE=...
 	PYTHONPATH=hack OMP_NUM_THREADS=1 $(BIN)/python -m same_bits $(if $(BASE),--base $(BASE))

@@ -3,7 +3,7 @@
 Real preparation of data, real files and routes, in this process. RANKS (64) emulated ranks in another process ask for
 one step of SFT of about SFT_TOKENS (90000) tokens, and then for a batch of PPO with SAMPLES (4096) samples whose
 lengths have a long tail (mean 3,000 tokens of response, at most 32,768). METHOD: `grpo` asks as ranks whose advantages
-need only their own rows, `gae` as ranks that whiten advantages, `whole` for the whole file each, as before the parts.
+need only their own rows, `gae` as ranks that whiten advantages, `whole` for the whole file each; several by commas.
 
 Prints a JSON line for each part. `turn_ms`: CPU time of the longest turn of the event loop, in which it answers nobody.
 `cpu_seconds` are those of this process, all threads. `peak_mb`: how far its memory rose."""
@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 from aiohttp import web
-from bench_coordinator import watch_turns
+from bench_coordinator import begin_peak, resident, watch_turns
 from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.data.prepare import prepare
@@ -35,18 +35,18 @@ from dovetail.protocol.http import serving
 
 TOKEN, PROMPT = "token", 128
 RANKS, SAMPLES = int(os.environ.get("RANKS", "64")), int(os.environ.get("SAMPLES", "4096"))
-SFT_TOKENS, METHOD = int(os.environ.get("SFT_TOKENS", "90000")), os.environ.get("METHOD", "grpo")
+SFT_TOKENS, METHODS = int(os.environ.get("SFT_TOKENS", "90000")), os.environ.get("METHOD", "grpo").split(",")
 TABLES = ["rollout_logprobs", "ref_logprobs", "values"]
 
 
-def ask(port: int, key: str, answers: Any) -> None:
+def ask(port: int, key: str, method: str, answers: Any) -> None:
     """The ranks: each asks for its part, reads it, and keeps nothing."""
 
     async def rank(number: int, session: aiohttp.ClientSession) -> int:
         url, size = f"http://127.0.0.1:{port}/v1/batches/{key}", 0
         requests: list[dict[str, Any] | None] = [None]
-        if key.startswith("ppo") and METHOD != "whole":
-            whole = TABLES if METHOD == "gae" or number == 0 else []
+        if key.startswith("ppo") and method != "whole":
+            whole = TABLES if method == "gae" or number == 0 else []
             some = ["tokens", *(name for name in TABLES if name not in whole)]
             order = np.random.default_rng(0).permutation(SAMPLES)
             requests = [{}, {"rows": sorted(order[number::RANKS].tolist()), "some": some, "whole": whole}]
@@ -74,8 +74,7 @@ class Costs:
         watch_turns(self._turns)
 
     def begin(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is that from now on
-        self._memory, self._cpu, self._clock = _memory("VmRSS"), time.process_time(), time.perf_counter()
+        self._memory, self._cpu, self._clock = begin_peak(), time.process_time(), time.perf_counter()
         self._turns.clear()
 
     def end(self) -> dict[str, float]:
@@ -83,15 +82,8 @@ class Costs:
             "seconds": round(time.perf_counter() - self._clock, 2),
             "cpu_seconds": round(time.process_time() - self._cpu, 2),
             "turn_ms": round(1000 * max(self._turns, default=0.0), 1),
-            "peak_mb": round((_memory("VmHWM") - self._memory) / 1e6, 1),
+            "peak_mb": round((resident("VmHWM") - self._memory) / 1e6, 1),
         }
-
-
-def _memory(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {name}")
 
 
 def manifest(folder: Path) -> RLHFJobSpec:
@@ -160,9 +152,10 @@ async def serve(folder: Path) -> None:
     await site.start()
     port = runner.addresses[0][1]
     context = multiprocessing.get_context("spawn")
-    for key, more in (("sft/2", {"tokens": tokens}), ("ppo/1", {"samples": SAMPLES, "method": METHOD})):
+    asked: list[tuple[str, dict[str, Any]]] = [("sft/2", {"tokens": tokens})]
+    for key, more in asked + [("ppo/1", {"samples": SAMPLES, "method": method}) for method in METHODS]:
         ours, theirs = context.Pipe()
-        process = context.Process(target=ask, args=(port, key, theirs), daemon=True)
+        process = context.Process(target=ask, args=(port, key, more.get("method", ""), theirs), daemon=True)
         costs.begin()
         process.start()
         theirs.close()

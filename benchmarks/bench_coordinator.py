@@ -1,9 +1,9 @@
 """The coordinator's own cost: its real generator and store against emulated vLLM servers in another process.
 
 The servers (`interstage.emulated`) speak vLLM's streaming protocol over HTTP and only wait between the steps: what is
-measured is what the coordinator spends. Prints one JSON line. SAMPLES (10000), INSTANCES (256), STEP: seconds of a
-decode step (0.03), INTERVAL: tokens in an event (default: by the number of samples, as the coordinator does), MEAN:
-tokens of a mean response (200), PROFILE: a file for cProfile.
+measured is what the coordinator spends. Prints one JSON line. SAMPLES (10000), INSTANCES (256), in so many PROCESSES
+(1), STEP: seconds of a decode step (0.03), INTERVAL: tokens in an event (default: by the number of samples, as the
+coordinator does), MEAN: tokens of a mean response (200), PROFILE: a file for cProfile.
 
 A second line is about the end of an iteration: END_SAMPLES (4096) scored samples of END_TOKENS (4000) tokens become a
 batch and texts, are marked, and are deleted. Each part has the longest time in which the event loop could not turn.
@@ -14,16 +14,16 @@ most on a machine with nothing else to do."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import cProfile
 import json
 import multiprocessing
 import os
-import resource
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable
-from dataclasses import asdict, replace
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -104,43 +104,133 @@ async def keep_reporting(fleet: Fleet, ports: list[int]) -> None:
         fleet.tick()
 
 
-def resident() -> int:
+def resident(name: str = "VmRSS") -> int:
+    """Bytes of this process's memory; `VmHWM`: the peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
+        if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmRSS")
+    raise RuntimeError(f"/proc/self/status has no {name}")
 
 
-async def coordinate(
-    folder: Path, ports: list[int], samples: int, mean: float, settings: GenerationSettings
-) -> dict[str, Any]:
+def begin_peak() -> int:
+    """From now on the peak is that from now on. Returns the memory now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident()
+
+
+class CountingLoop(asyncio.SelectorEventLoop):
+    """Counts the bytes that arrive on the connections that it opens."""
+
+    received = 0
+
+    async def create_connection(self, protocol_factory: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        def counted() -> Any:
+            protocol = protocol_factory()
+            take = protocol.data_received
+
+            def data_received(data: bytes) -> None:
+                self.received += len(data)
+                take(data)
+
+            protocol.data_received = data_received
+            return protocol
+
+        return await super().create_connection(counted, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Load:
+    """`samples` responses of `mean` tokens from `instances` servers in `processes`, with decode steps of `step`
+    seconds."""
+
+    samples: int
+    instances: int
+    step: float
+    mean: float
+    processes: int = 1
+    settings: GenerationSettings = field(default_factory=GenerationSettings)
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Tokens by seed."""
+        return {seed: length_of(seed, self.mean) for seed in range(1, self.samples + 1)}
+
+    @contextlib.contextmanager
+    def servers(self) -> Iterator[list[int]]:
+        """Their ports."""
+        most_files()
+        # A step takes as long with every sample of an instance as with one.
+        profile = StageProfile(((1, self.step), (self.samples, self.step)), 0.0, 0.0, max_samples=self.samples)
+        context, lengths, ports = multiprocessing.get_context("spawn"), self.lengths, []
+        with contextlib.ExitStack() as stack:
+            pipes = []
+            for index in range(self.processes):
+                ours, theirs = context.Pipe()
+                count = len(range(index, self.instances, self.processes))
+                process = context.Process(target=serve, args=(profile, count, lengths, PROMPT_TOKENS, theirs))
+                process.start()
+                stack.callback(_end, process, ours)
+                pipes.append(ours)
+            for pipe in pipes:
+                if not pipe.poll(60):
+                    raise RuntimeError("the emulated servers did not start within 60 s")
+                ports += pipe.recv()
+            yield ports
+
+
+def _end(process: Any, pipe: Any) -> None:
+    with contextlib.suppress(OSError):
+        pipe.send("stop")
+    process.join(10)
+    process.kill()
+
+
+@dataclass
+class Watch:
+    """The lags and turns of the event loop, in seconds. Watching costs a hundred wakes a second."""
+
+    lags: list[float] = field(default_factory=list)
+    turns: list[float] = field(default_factory=list)
+
+    def told(self) -> dict[str, float]:
+        found = {}
+        for name, seconds, quantiles in (("turn", self.turns, (0.99, 1)), ("lag", self.lags, (0.5, 0.99, 1))):
+            for each in quantiles:
+                label = "max" if each == 1 else f"p{each * 100:.0f}"
+                found[f"{name}_ms_{label}"] = round(1000 * float(np.quantile(seconds, each)), 2)
+        return found
+
+
+async def coordinate(folder: Path, ports: list[int], load: Load, watch: Watch | None = None) -> dict[str, Any]:
+    """One iteration's samples. Raises RuntimeError if a sample is not answered as it should."""
     store = Store(folder)
-    seeds = list(range(1, samples + 1))
     prompt = list(range(PROMPT_TOKENS))
-    store.samples.begin_iteration(1, [NewSample(i, 0, prompt, seed) for i, seed in enumerate(seeds)])
+    store.samples.begin_iteration(1, [NewSample(i, 0, prompt, seed) for i, seed in enumerate(load.lengths)])
     fleet = Fleet(time.monotonic, lambda event, **fields: None)
     fleet.publish(1)
     report(fleet, ports)
     generation = Generation.model_validate({"maxTokens": MAX_TOKENS, "maxConcurrent": 256})
-    lags: list[float] = []
-    turns: list[float] = []
-    before = resident()
+    before = begin_peak()
     job = job_of(store, spec=drawn_with(generation))
-    async with Generator(job, fleet, NoWeights(), "token", settings=settings) as generator:
-        others = [asyncio.create_task(watch_lag(lags)), asyncio.create_task(keep_reporting(fleet, ports))]
-        watch_turns(turns)
-        cpu = time.process_time()
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, CountingLoop)
+    async with Generator(job, fleet, NoWeights(), "token", settings=load.settings) as generator:
+        others = [asyncio.create_task(keep_reporting(fleet, ports))]
+        if watch is not None:
+            others.append(asyncio.create_task(watch_lag(watch.lags)))
+            watch_turns(watch.turns)
+        cpu, received = time.process_time(), loop.received
         async with asyncio.timeout(DEADLINE):
             with generator.open(1, 1) as turn:
                 result = await generator.generate(turn)
-        cpu = time.process_time() - cpu
+        cpu, received = time.process_time() - cpu, loop.received - received
         for task in others:
             task.cancel()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resident("VmHWM")
     wrong = [
         s.key
         for s in store.samples.samples(1)
-        if s.state is not State.GENERATED or len(s.tokens) != length_of(s.seed, mean)
+        if s.state is not State.GENERATED or len(s.tokens) != length_of(s.seed, load.mean)
     ]
     if wrong:
         raise RuntimeError(f"{len(wrong)} samples were not answered as they should, the first {wrong[0]}")
@@ -154,12 +244,9 @@ async def coordinate(
         "cpu_ms_per_sample": round(1000 * cpu / result.samples, 3),
         "cpu_us_per_token": round(1e6 * cpu / result.tokens, 2),
         "cpu_share": round(cpu / result.seconds, 3),
+        "bytes_per_token": round(received / result.tokens, 1),
         "memory_mb": round((peak - before) / 1e6, 1),
-        "turn_ms_p99": round(1000 * float(np.quantile(turns, 0.99)), 2),
-        "turn_ms_max": round(1000 * max(turns), 1),
-        "lag_ms_p50": round(1000 * float(np.quantile(lags, 0.5)), 2),
-        "lag_ms_p99": round(1000 * float(np.quantile(lags, 0.99)), 2),
-        "lag_ms_max": round(1000 * max(lags), 1),
+        **(watch.told() if watch is not None else {}),
     }
 
 
@@ -229,39 +316,33 @@ async def end_iteration(folder: Path, samples: int, tokens: int) -> dict[str, An
 
 
 def main() -> None:
-    samples, instances = int(os.environ.get("SAMPLES", "10000")), int(os.environ.get("INSTANCES", "256"))
-    step, mean = float(os.environ.get("STEP", "0.03")), float(os.environ.get("MEAN", "200"))
+    def given(name: str, otherwise: float) -> float:
+        return float(os.environ.get(name, otherwise))
+
     settings = GenerationSettings()
     if "INTERVAL" in os.environ:
         settings = replace(settings, stream_interval=int(os.environ["INTERVAL"]))
-    most_files()
-    ours, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    lengths = {seed: length_of(seed, mean) for seed in range(1, samples + 1)}
-    # A step takes as long with every sample of an instance as with one.
-    profile = StageProfile(((1, step), (samples, step)), 0.0, 0.0, max_samples=samples)
-    process = context.Process(target=serve, args=(profile, instances, lengths, PROMPT_TOKENS, theirs), daemon=True)
-    process.start()
-    if not ours.poll(60):
-        raise RuntimeError("the emulated servers did not start within 60 s")
-    ports = ours.recv()
+    load = Load(
+        int(given("SAMPLES", 10000)),
+        int(given("INSTANCES", 256)),
+        given("STEP", 0.03),
+        given("MEAN", 200),
+        int(given("PROCESSES", 1)),
+        settings,
+    )
     profiler = cProfile.Profile() if "PROFILE" in os.environ else None
+    with load.servers() as ports, tempfile.TemporaryDirectory() as folder:
+        if profiler is not None:
+            profiler.enable()
+        with asyncio.Runner(loop_factory=CountingLoop) as runner:
+            result = runner.run(coordinate(Path(folder), ports, load, Watch()))
+        if profiler is not None:
+            profiler.disable()
+            profiler.dump_stats(os.environ["PROFILE"])
     # The longest response, never waiting for the coordinator.
-    ideal = step * max(lengths.values())
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            if profiler is not None:
-                profiler.enable()
-            result = asyncio.run(coordinate(Path(folder), ports, samples, mean, settings))
-            if profiler is not None:
-                profiler.disable()
-                profiler.dump_stats(os.environ["PROFILE"])
-    finally:
-        ours.send("stop")
-        process.join(10)
-        process.kill()
-    load = {"instances": instances, "step_seconds": step, "ideal_seconds": round(ideal, 2), **asdict(settings)}
-    print(json.dumps({"benchmark": "coordinator", **result, **load}))
+    ideal = round(load.step * max(load.lengths.values()), 2)
+    loaded = {"instances": load.instances, "step_seconds": load.step, "ideal_seconds": ideal, **asdict(settings)}
+    print(json.dumps({"benchmark": "coordinator", **result, **loaded}))
     many, long = int(os.environ.get("END_SAMPLES", "4096")), int(os.environ.get("END_TOKENS", "4000"))
     with tempfile.TemporaryDirectory() as folder:
         ended = asyncio.run(end_iteration(Path(folder), many, long))

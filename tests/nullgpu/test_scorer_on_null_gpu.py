@@ -37,6 +37,7 @@ def test_a_sleeping_scorer_keeps_no_weights_on_the_device(null_gpu: Run, devices
     assert found["kept"] == [[22 * 2**20] * devices] * 3
 
 
+@pytest.mark.budget
 @pytest.mark.parametrize(("devices", "launches", "h2d"), [(1, 1120, 44), (2, 1174, 68)])
 def test_what_passes_ask_of_the_gpu(null_gpu: Run, devices: int, launches: int, h2d: int) -> None:
     """Counts are the same in every run. Eight samples more are two passes more of each of three models with four

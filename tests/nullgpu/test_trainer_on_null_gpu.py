@@ -236,6 +236,7 @@ def over_budget(runs: list[Any], place: str) -> list[str]:
     return found
 
 
+@pytest.mark.budget
 @pytest.mark.parametrize("place", BUDGETS)
 def test_a_micro_batch_keeps_to_its_budget(null_gpu: Run, place: str) -> None:
     """Counts are the same in every run. Raise a budget only for a reason."""
@@ -268,6 +269,7 @@ ITERATIONS: dict[str, dict[str, int]] = {
 }
 
 
+@pytest.mark.budget
 @pytest.mark.parametrize("name", ITERATIONS)
 def test_an_iteration_keeps_to_its_budget(null_gpu: Run, name: str) -> None:
     """Old log-probabilities of 16 samples, then 4 optimizer steps of actor and critic on 16 micro-batches, by

@@ -298,6 +298,7 @@ def test_a_schedule_is_replaced_when_times_move_enough_and_only_then(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.budget
 def test_later_searches_are_made_where_they_may_gain_more_than_they_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
