@@ -168,6 +168,7 @@ class Decode:
             seconds, prefill = profile.moving_seconds(tokens) if had else (0.0, True)
             if not had:
                 seconds = tokens * profile.prefill_seconds_per_token
+            seconds += profile.request_seconds
             self._clock[i] += seconds
             self.busy[i] += seconds
             self._kv[i] += need

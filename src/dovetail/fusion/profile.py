@@ -37,7 +37,7 @@ class StageProfile:
     `decode`: measured points (batch size, seconds of a decode step). Between points the time is interpolated. Below the
     first point it is constant. Beyond the last point it follows the line through the last two points. With one point it
     is in proportion to the batch.
-    `prefill_seconds_per_token`: the time of a prefill.
+    `prefill_seconds_per_token`: the time of a prefill. `request_seconds`: the time of each request besides.
     `inference_seconds_per_token`: the time of reference, reward and critic together, for a token of prompt and
     response. A prompt counts for each of its samples, although they share its computation. So the value is lower.
     `inference_seconds_per_batch`: the fixed seconds of a batch of samples that are scored together.
@@ -68,6 +68,7 @@ class StageProfile:
     kv_transfer_seconds_per_token: float | None = None
     batch_tokens: int = MIN_BATCH_TOKENS
     block_tokens: int | None = None
+    request_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.decode:

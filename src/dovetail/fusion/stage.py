@@ -3,13 +3,13 @@ saves."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from dovetail.fusion.decode import Decode
 from dovetail.fusion.migration import MigrationPlan, plan_migration
-from dovetail.fusion.profile import STREAMED_PER_SCORER, ProfileError, StageProfile, batch_target
+from dovetail.fusion.profile import STREAMED_PER_SCORER, ProfileError, StageProfile
+from dovetail.fusion.scorer_queues import SimulatedScorer, Together, score
 
 
 def ratio(serial: float, fused: float) -> float:
@@ -81,31 +81,43 @@ def scan(
         if threshold is not None:
             decode = started[threshold].copy()
             begun = decode.now
-            plan = _gathered(decode, longest, [p.roomy() for p in profiles] if with_room else profiles)
-            if plan is not None:
-                decode.migrate(plan.moves)
-            decode.run(0)
+            plan = gather(decode, threshold, longest, [p.roomy() for p in profiles] if with_room else None)
             scored = _inference(decode, begun, early)
-        ends = sorted(decode.end)
-        busy = zip(decode.busy, scored.busy, strict=True)
+        ends, (end, scoring) = sorted(decode.end), scored
         results.append(
             StagePrediction(
                 threshold,
-                serial_seconds=serial.end,
-                fused_seconds=scored.end,
+                serial_seconds=serial[0],
+                fused_seconds=end,
                 generation_seconds=max(base.end),
                 generation_end=ends[-1],
                 destinations=plan.destinations if plan else (),
                 moves=plan.moves if plan else {},
-                idle_seconds=tuple(max(0.0, scored.end - mine - score) for mine, score in busy),
+                idle_seconds=tuple(max(0.0, end - a - b) for a, b in zip(decode.busy, scoring, strict=True)),
                 tail=tuple((end, len(ends) - k - 1) for k, end in enumerate(ends)),
             )
         )
     return results
 
 
+def gather(
+    decode: Decode, threshold: int | None, longest: int, destinations: Sequence[StageProfile] | None = None
+) -> MigrationPlan[int, int] | None:
+    """Generates all samples. When at most `threshold` are left, they migrate as soon as they fit on fewer instances, as
+    the coordinator does. Returns the migration. None if there was none. `longest`: the most tokens of a sample.
+    `destinations`: the instances as they take samples of others. By default they are `decode.profiles`."""
+    plan = None
+    if threshold is not None:
+        decode.run(threshold)
+        plan = _gathered(decode, longest, destinations or decode.profiles)
+        if plan is not None:
+            decode.migrate(plan.moves)
+    decode.run(0)
+    return plan
+
+
 def _gathered(decode: Decode, longest: int, destinations: Sequence[StageProfile]) -> MigrationPlan[int, int] | None:
-    """Go on until the samples that are left fit on fewer instances, as the coordinator does. None if they never do."""
+    """Go on until the samples that are left fit on fewer instances. None if they never do."""
     if len(destinations) == 1:
         return None
     profiles = dict(enumerate(destinations))
@@ -120,52 +132,34 @@ def _gathered(decode: Decode, longest: int, destinations: Sequence[StageProfile]
     return None
 
 
-@dataclass(frozen=True)
-class _Scored:
-    end: float
-    busy: list[float]
-
-
-def _inference(decode: Decode, begun: float | None, early: bool) -> _Scored:
-    """Simulates scoring on the instances that are free, in the coordinator's batches, the longest samples first.
-    Finished samples are scored, and the parts of unfinished ones that are generated so far.
+def _inference(decode: Decode, begun: float | None, early: bool) -> tuple[float, list[float]]:
+    """Simulates scoring on the instances that are free. Finished samples are scored, and the parts of unfinished ones
+    that are generated so far. Returns when all is done, and how long each instance was busy with it.
 
     `begun`: when the tail gathered. From then on an instance is free once it has nothing left to generate. None:
     scoring begins after generation."""
     generated = max(decode.end)
-    heap = []
+    free = {}
     for i, profile in enumerate(decode.profiles):
-        free = decode.idle_at[i] if early else max(begun or 0.0, decode.idle_at[i])
-        heap.append(((generated if begun is None else free) + profile.swap_in_seconds, i))
-    heapq.heapify(heap)
-    parts = _parts(decode, None if begun is None else heap[0][0])
-    ready: list[tuple[int, int]] = []  # a heap of (-tokens, sample)
-    busy = [0.0] * len(decode.profiles)
-    next_, waiting, count, end = 0, 0, len(parts), generated
-    while next_ < count or ready:
-        time, i = heapq.heappop(heap)
-        while next_ < count and (parts[next_][0] <= time or not ready):
-            there, tokens, sample = parts[next_]
-            heapq.heappush(ready, (-tokens, sample))
-            waiting += tokens
-            time = max(time, there)
-            next_ += 1
-        profile = decode.profiles[i]
-        target = batch_target(waiting, len(decode.profiles), profile.batch_tokens)
-        taken = [heapq.heappop(ready)]
-        longest = abs(taken[0][0])
-        while ready and (len(taken) + 1) * max(longest, abs(ready[0][0])) <= target:
-            taken.append(heapq.heappop(ready))
-            longest = max(longest, abs(taken[-1][0]))
-        batch = [-tokens for tokens, _ in taken]
-        waiting -= sum(batch)
-        seconds = profile.batch_seconds(batch)
-        if not busy[i]:
-            busy[i] = profile.swap_in_seconds + profile.swap_out_seconds
-        busy[i] += seconds
-        end = max(end, time + seconds + profile.swap_out_seconds)
-        heapq.heappush(heap, (time + seconds, i))
-    return _Scored(end, busy)
+        idle = decode.idle_at[i] if early else max(begun or 0.0, decode.idle_at[i])
+        free[i] = (generated if begun is None else idle) + profile.swap_in_seconds
+    scorers = [
+        SimulatedScorer("", (i,), _batch_seconds(p), least=p.batch_tokens) for i, p in enumerate(decode.profiles)
+    ]
+    end, busy = generated, [0.0] * len(decode.profiles)
+    for each in score(scorers, _parts(decode, None if begun is None else min(free.values())), free):
+        profile = decode.profiles[each.scorer]
+        busy[each.scorer] = (busy[each.scorer] or profile.swap_in_seconds + profile.swap_out_seconds) + each.seconds
+        end = max(end, each.scored)
+    return end, busy
+
+
+def _batch_seconds(profile: StageProfile) -> Callable[[Together], tuple[float, float]]:
+    def seconds(batch: Together) -> tuple[float, float]:
+        alone = profile.batch_seconds([tokens for tokens, _ in batch])
+        return alone, alone + profile.swap_out_seconds
+
+    return seconds
 
 
 def _parts(decode: Decode, free: float | None) -> list[tuple[float, int, int]]:

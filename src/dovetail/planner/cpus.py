@@ -3,17 +3,18 @@ the fewest of them, and the memory of pods on CPUs."""
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
 
 import numpy as np
 
+from dovetail.fusion.decode import Decode
 from dovetail.fusion.lengths import Lengths
-from dovetail.fusion.profile import batch_target
+from dovetail.fusion.profile import StageProfile
+from dovetail.fusion.scorer_queues import SimulatedScorer, Together, score
+from dovetail.fusion.stage import gather
 from dovetail.manifest.checks.batching import longest_sample, micro_batch_tokens
 from dovetail.manifest.checks.pod_templates import memory_limit
 from dovetail.manifest.critic import shares_body
@@ -37,7 +38,6 @@ from dovetail.protocol.budgets import KV_BLOCK_TOKENS, SCORER_CPU_TOKENS, SCORER
 from dovetail.protocol.files.machine_profile import Machine
 from dovetail.protocol.prediction import MEASURED_NAMES, Alternative, PodMemory, PredictedTask, Prediction
 
-NEVER = float("inf")
 _TINY = 1e-9
 # The fraction of the time for filling a pipeline that a fused schedule does not hide.
 FILLING = 0.5
@@ -104,123 +104,62 @@ def slowdown(busy_cores: float, cores: int) -> float:
     return max(1.0, busy_cores / cores)
 
 
-@dataclass
-class _Server:
-    """`steps`: the decode steps made so far. `ends`: a heap of (step after which it ends, sample). `prefill`: the
-    seconds of prefills before the next step. `queue`: the samples that wait."""
-
-    prefill: float
-    queue: deque[int]
-    ends: list[tuple[float, int]] = field(default_factory=list)
-    steps: float = 0.0
-
-    @property
-    def idle(self) -> bool:
-        return not self.ends and not self.queue
-
-
+@dataclass(frozen=True)
 class CpuStageTimes:
-    """Simulates one stage of generation and inference. All values are seconds. `work`: the iteration. `generated`: when
-    the last response ended. `end`: when all samples were scored. `working`: how long a rollout generated or scored, as
-    the mean over the rollouts. `core_seconds`: how long the machine's cores were busy, summed over the cores.
+    """A stage of generation and inference. All values are seconds. `work`: the iteration. `generated`: when the last
+    response ended. `end`: when all samples were scored. `working`: how long a rollout generated or scored, as the mean
+    over the rollouts. `core_seconds`: how long the machine's cores were busy, summed over the cores."""
 
-    `fusion`: one of `IterationWork.fusion`."""
+    work: IterationWork
+    generated: float
+    end: float
+    working: float
+    core_seconds: float
 
-    def __init__(self, work: IterationWork, machine: Machine, fusion: float | None) -> None:
-        self.work, self._machine, self._fusion = work, machine, fusion
-        count = len(work.responses)
-        self._left = count
-        self._tail = int((fusion or 0.0) * count)
-        self._gathered = work.rollouts < 2
-        self._servers = [_Server(0.0, deque(range(i, count, work.rollouts))) for i in range(work.rollouts)]
-        self._scoring = [NEVER] * work.rollouts  # the seconds that are left of each scorer's batch
-        self._waiting: dict[tuple[str, ...], list[int]] = {models: [] for models in set(work.scores) if models}
-        self._now = machine.generation.begin
-        self.generated = self._now
-        self.working = self.core_seconds = 0.0
-        for server in self._servers:
-            self._fill(server)
-        self._run()
-        waited = machine.scoring.begin if self._fusion is None or self._now > self.generated else 0.0
-        self.end = self._now + waited
 
-    def _run(self) -> None:
-        generation, scoring = self._machine.generation, self._machine.scoring
-        while True:
-            self._assign()
-            servers = [s for s in self._servers if s.ends]
-            scoring_now = [left for left in self._scoring if left < NEVER]
-            if not servers and not scoring_now:
-                return
-            alone = [self._next(s) for s in servers] + scoring_now
-            step = max(0.0, min(alone))
-            busy = len(servers) * generation.cores + len(scoring_now) * scoring.cores
-            taken = step * slowdown(busy, self._machine.cores)
-            self._now += taken
-            pairs = zip(self._servers, self._scoring, strict=True)
-            self.working += taken * sum(bool(s.ends) or left < NEVER for s, left in pairs) / self.work.rollouts
-            self.core_seconds += taken * min(busy, self._machine.cores)
-            for server in servers:
-                self._advance(server, step)
-            self._scoring = [NEVER if left - step <= _TINY else left - step for left in self._scoring]
+def stage_times(work: IterationWork, machine: Machine, fusion: float | None) -> CpuStageTimes:
+    """Simulates a stage. `fusion`: one of `IterationWork.fusion`.
 
-    def _fill(self, server: _Server) -> None:
-        while server.queue and len(server.ends) < self.work.max_concurrent:
-            sample = server.queue.popleft()
-            heapq.heappush(server.ends, (server.steps + self.work.responses[sample], sample))
-            server.prefill += self._machine.generation.sample
+    If processes want more cores than there are, all of them take longer by the same factor. So the stage is simulated
+    as if each process had the machine for itself, and the time between two events is stretched afterwards."""
+    costs, prompts, responses = machine.generation, work.prompts, work.responses
+    steps = tuple((n, max(_TINY, costs.step + n * costs.token)) for n in (1, 2))
+    profile = StageProfile(
+        steps, 0.0, 0.0, max_samples=work.max_concurrent, saturation=work.max_concurrent, request_seconds=costs.sample
+    )
+    # The costs have a step for each token, also for the first one, which Decode takes from the prefill.
+    decode = Decode([n + 1 for n in responses], prompts, [profile] * work.rollouts)
+    begin = None if fusion is None else int(fusion * len(responses))
+    gather(decode, begin, 1)  # the KV cache is large enough
+    generated = max(decode.end)
+    free = dict(enumerate(decode.idle_at if fusion is not None else [generated] * work.rollouts))
+    coming = sorted((end, prompts[i] + responses[i], i) for i, end in enumerate(decode.end))
+    scorers = [
+        SimulatedScorer(models, (i,), _seconds_of(machine, models)) for i, models in enumerate(work.scores) if models
+    ]
+    passes = score(scorers, coming, free)
+    spans = [(0.0, idle, costs.cores) for idle in decode.idle_at]
+    spans += [(each.start, each.end, machine.scoring.cores) for each in passes]
+    edges = np.unique([edge for start, end, _ in spans for edge in (start, end)])
+    starts, ends = (np.searchsorted(edges, [span[side] for span in spans]) for side in (0, 1))
+    processes, wanted = np.zeros(len(edges)), np.zeros(len(edges))
+    for each, amount in ((processes, [1.0] * len(spans)), (wanted, [span[2] for span in spans])):
+        np.add.at(each, starts, amount)
+        np.subtract.at(each, ends, amount)
+    processes, wanted = np.cumsum(processes)[:-1], np.cumsum(wanted)[:-1]
+    taken = np.diff(edges) * np.maximum(1.0, wanted / machine.cores)
+    clock = costs.begin + np.concatenate(([0.0], np.cumsum(taken)))
+    generated, end = float(np.interp(generated, edges, clock)), float(clock[-1])
+    waited = machine.scoring.begin if fusion is None or end > generated else 0.0
+    working = float(taken @ processes) / work.rollouts
+    return CpuStageTimes(work, generated, end + waited, working, float(taken @ np.minimum(wanted, machine.cores)))
 
-    def _next(self, server: _Server) -> float:
-        """The seconds until a server's next event, if it had the machine for itself."""
-        return server.prefill or (server.ends[0][0] - server.steps) * self._step(server)
 
-    def _step(self, server: _Server) -> float:
-        return self._machine.generation.step + len(server.ends) * self._machine.generation.token
+def _seconds_of(machine: Machine, models: Sequence[str]) -> Callable[[Together], tuple[float, float]]:
+    def seconds(batch: Together) -> tuple[float, float]:
+        return (batch_seconds(machine, models, sum(tokens for tokens, _ in batch)),) * 2
 
-    def _advance(self, server: _Server, seconds: float) -> None:
-        if server.prefill:
-            server.prefill = 0.0 if server.prefill - seconds <= _TINY else server.prefill - seconds
-            return
-        server.steps += seconds / max(self._step(server), _TINY)
-        while server.ends and server.ends[0][0] <= server.steps + _TINY:
-            self._finished(heapq.heappop(server.ends)[1])
-        self._fill(server)
-
-    def _finished(self, sample: int) -> None:
-        tokens = self.work.prompts[sample] + self.work.responses[sample]
-        for waiting in self._waiting.values():
-            heapq.heappush(waiting, -tokens)
-        self._left -= 1
-        if not self._left:
-            self.generated = self._now
-        elif self._left <= self._tail and not self._gathered:
-            self._gather()
-
-    def _gather(self) -> None:
-        """Move the remaining samples to the server that has most of them, if it has room for all. `plan_migration`
-        does the same in that case."""
-        if self._left > self.work.max_concurrent:
-            return
-        self._gathered = True
-        most = max(self._servers, key=lambda s: len(s.ends) + len(s.queue))
-        for server in self._servers:
-            if server is not most:
-                for end, sample in server.ends:
-                    heapq.heappush(most.ends, (most.steps + end - server.steps, sample))
-                    most.prefill += self._machine.generation.sample
-                most.queue.extend(server.queue)
-                server.ends, server.prefill = [], 0.0
-                server.queue.clear()
-
-    def _assign(self) -> None:
-        """Give each free scorer that may work its next batch."""
-        for i, (models, server) in enumerate(zip(self.work.scores, self._servers, strict=True)):
-            waiting = self._waiting.get(models)
-            may = not self._left or (self._fusion is not None and server.idle)
-            if self._scoring[i] == NEVER and waiting and may:
-                rows = max(1, batch_target(-sum(waiting), self.work.scores.count(models)) // -waiting[0])
-                tokens = -sum(heapq.heappop(waiting) for _ in range(min(rows, len(waiting))))
-                self._scoring[i] = batch_seconds(self._machine, models, tokens)
+    return seconds
 
 
 def batch_seconds(machine: Machine, models: Sequence[str], tokens: float) -> float:
@@ -230,7 +169,7 @@ def batch_seconds(machine: Machine, models: Sequence[str], tokens: float) -> flo
 
 def best_stage(work: IterationWork, machine: Machine) -> CpuStageTimes:
     """Simulates the stage with each threshold of `work.fusion`, and returns the one that ends first."""
-    return min((CpuStageTimes(work, machine, f) for f in work.fusion), key=lambda s: s.end)
+    return min((stage_times(work, machine, f) for f in work.fusion), key=lambda s: s.end)
 
 
 def phases(stage: CpuStageTimes, machine: Machine) -> dict[str, float]:

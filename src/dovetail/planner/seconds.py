@@ -11,14 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
 from dovetail.fusion.lengths import Lengths
-from dovetail.fusion.profile import SATURATED
+from dovetail.fusion.profile import SATURATED, StageProfile
 from dovetail.manifest.hashing import known_share
 from dovetail.manifest.model_shape import Head, ModelShape
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
@@ -51,6 +51,15 @@ class Servers:
     def slots(self, tokens: float) -> int:
         """The number of samples of `tokens` tokens that a server generates at once. It is at least 1."""
         return max(1, min(len(self.steps) - 1, int(self.room // max(1.0, tokens))))
+
+    @cached_property
+    def profile(self) -> StageProfile:
+        """One of them, for the simulator."""
+        steps = tuple(enumerate(self.steps.tolist()))[1:]
+        most, moving = len(steps), self.arrival
+        return StageProfile(
+            steps, self.prefill, 0.0, max_samples=most, kv_tokens=self.room, kv_transfer_seconds_per_token=moving
+        )
 
 
 @dataclass(frozen=True)

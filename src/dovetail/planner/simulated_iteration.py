@@ -3,10 +3,8 @@ fusion, and then every pass of every trainer rank, with the samples' own lengths
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,9 +13,8 @@ import numpy as np
 
 from dovetail.fusion.decode import Decode
 from dovetail.fusion.lengths import Ints, Lengths
-from dovetail.fusion.migration import plan_migration
-from dovetail.fusion.profile import StageProfile
-from dovetail.manifest.model_shape import Head, ModelShape
+from dovetail.fusion.scorer_queues import SimulatedScorer, Together, score
+from dovetail.fusion.stage import gather
 from dovetail.pipelines import (
     ModelPipelines,
     Schedule,
@@ -30,9 +27,9 @@ from dovetail.pipelines import (
     fixed_orders,
     simulate_1f1b,
 )
-from dovetail.planner.candidate import INFERENCE, Candidate, Share
+from dovetail.planner.candidate import INFERENCE, Candidate, Share, Task
 from dovetail.planner.lags import DrawnIterations, Parts
-from dovetail.planner.seconds import Floats, GPUCosts, Servers, StepTimes, pass_seconds, shared_prompt
+from dovetail.planner.seconds import Floats, GPUCosts, StepTimes, pass_seconds, shared_prompt
 
 FAMILY = {"Serial": "serial", "TimeSharing": "stitched", "Fused": "fused", "VShaped": "fused-v"}
 UNSPLIT = FAMILY | {"VShaped": "fused-v-whole"}
@@ -230,136 +227,62 @@ def play_rollout(candidate: Candidate, costs: GPUCosts, prompts: Ints, lengths: 
     """Simulates generation and inference of one iteration. `prompts`, `lengths`, (batch,): the tokens of each sample's
     prompt and response."""
     _, rooms = costs.memory.of(candidate)
-    longest = costs.work.longest
-    groups = [(share, costs.servers(share, max(rooms[share], longest))) for share in candidate.generation]
-    places = [(share, i) for share, _ in groups for i in range(share.dp)]
-    ends, idle, begun, migrated = _decode(groups, longest, candidate.migration, prompts, lengths)
-    generated = max(ends)
-    bars = [
-        Bar(share.pool, gpu, "vLLM", "generation", 0.0, end)
-        for (share, i), end in zip(places, idle, strict=True)
-        for gpu in _gpus(share, i)
-    ]
-    free: dict[tuple[str, int], float] = {}
-    fused = candidate.migration is not None
-    for bar in bars:
-        free[bar.pool, bar.gpu] = max(bar.end, begun or 0.0) if fused and begun is not None else generated
-    totals = [int(p) + int(n) for p, n in zip(prompts, lengths, strict=True)]
-    ready, new = _score(candidate, costs, ends, totals, prompts.tolist(), free, 0.0 if fused else generated)
-    scored = max(ready)
-    # Without fusion no sample moves, so the servers count, not the samples.
-    half = sorted(ends)[len(ends) // 2] if candidate.migration else sorted(idle)[len(idle) // 2]
-    left = sum(max(0.0, end - half) for end in ends) / len(ends)
-    kept = left / (generated - half) if generated > half else 0.0
-    return Rolled(generated, max(scored, generated), migrated, bars + new, half, kept)
-
-
-def _decode(
-    groups: Sequence[tuple[Share, Servers]], longest: int, migration: float | None, prompts: Ints, lengths: Ints
-) -> tuple[list[float], list[float], float | None, int]:
-    profiles = [_profile(each) for _, each in groups for _ in range(each.count)]
-    decode = Decode(lengths.tolist(), prompts.tolist(), profiles)
-    begun, migrated = None, 0
-    if migration is not None:
-        decode.run(int(migration * len(lengths)))
-        left = decode.unfinished()
-        plan = plan_migration(left, dict(enumerate(profiles)), longest) if left else None
-        begun = decode.now
-        if plan is not None:
-            decode.migrate(plan.moves)
-            migrated = len(plan.moves)
-    decode.run(0)
-    return decode.end, decode.idle_at, begun, migrated
-
-
-def _profile(each: Servers) -> StageProfile:
-    steps = each.steps
-    return StageProfile(
-        decode=tuple((n, float(steps[n])) for n in range(1, len(steps))),
-        prefill_seconds_per_token=each.prefill,
-        inference_seconds_per_token=0.0,
-        max_samples=len(steps) - 1,
-        kv_tokens=each.room,
-        kv_transfer_seconds_per_token=each.arrival,
-    )
-
-
-@dataclass
-class _Copy:
-    """One data-parallel copy of a task's model and its GPUs."""
-
-    task: str
-    share: Share
-    gpus: list[tuple[str, int]]
-    model: tuple[ModelShape, Head]
-
-
-def _score(
-    candidate: Candidate,
-    costs: GPUCosts,
-    ends: Sequence[float],
-    totals: Sequence[int],
-    prompts: Sequence[int],
-    free: dict[tuple[str, int], float],
-    earliest: float,
-) -> tuple[list[float], list[Bar]]:
-    """Simulates scoring. Each copy of a model whose GPUs are free takes the next micro-batch of its task, in the order
-    in which the samples were finished. Returns when each sample was scored, and what the GPUs do."""
-    work, order = costs.work, sorted(range(len(ends)), key=ends.__getitem__)
-    copies = [
-        _Copy(task, share, _places(candidate, share, d), work.needed(task))
-        for task in INFERENCE
-        for share in candidate.shares(task)
+    longest, migration = costs.work.longest, candidate.migration
+    fused = migration is not None
+    servers = [
+        (share, d, costs.servers(share, max(rooms[share], longest)).profile)
+        for share in candidate.generation
         for d in range(share.dp)
     ]
-    if not candidate.folded:
-        copies += [
-            _Copy("actor", share, [(share.pool, gpu) for gpu in _gpus(share, d)], (work.actor, "lm"))
-            for share in candidate.actor_training
-            for d in range(share.dp)
-        ]
-    waiting = {task: deque(order) for task in {copy.task for copy in copies}}
-    ready = [0.0] * len(ends)
-    bars: list[Bar] = []
-    generated = max(ends)
+    decode = Decode(lengths.tolist(), prompts.tolist(), [profile for *_, profile in servers])
+    moved = gather(decode, None if migration is None else int(migration * len(lengths)), longest)
+    ends, idle, generated = decode.end, decode.idle_at, max(decode.end)
+    bars, free = list[Bar](), dict[tuple[str, int], float]()
+    for (share, d, _), end in zip(servers, idle, strict=True):
+        for gpu in _gpus(share, d):
+            bars.append(Bar(share.pool, gpu, "vLLM", "generation", 0.0, end))
+            free[share.pool, gpu] = end if fused else generated
+    scorers, names = list[SimulatedScorer[tuple[str, int]]](), list[str]()
+    for task, share in _scoring(candidate):
+        for d in range(share.dp):
+            trains = task == "actor_training"  # the actor's own pass waits for all samples
+            gpus = [(share.pool, gpu) for gpu in _gpus(share, d)] if trains else _places(candidate, share, d)
+            seconds, begin = _pass_of(costs, task, share, prompts), generated if trains or not fused else 0.0
+            scorers.append(SimulatedScorer(task, gpus, seconds, begin, rows=share.micro_batch))
+            names.append("actor" if trains else task)
+            free |= {gpu: free.get(gpu, 0.0) for gpu in gpus}
+    coming = sorted((end, int(prompts[i] + lengths[i]), i) for i, end in enumerate(ends))
+    passes = score(scorers, coming, free)
+    for each in passes:
+        bars += [Bar(*gpu, "scorer", names[each.scorer], each.start, each.end) for gpu in scorers[each.scorer].devices]
+    # Without fusion no sample moves, so the servers count, not the samples.
+    half = sorted(ends)[len(ends) // 2] if migration else sorted(idle)[len(idle) // 2]
+    left = sum(max(0.0, end - half) for end in ends) / len(ends)
+    kept = left / (generated - half) if generated > half else 0.0
+    scored = max([generated, *(each.scored for each in passes)])
+    return Rolled(generated, scored, len(moved.moves) if moved else 0, bars, half, kept)
 
-    def start(copy: _Copy) -> float:
-        queue = waiting[copy.task]
-        if not queue:
-            return float("inf")
-        rows = queue[min(len(queue), copy.share.micro_batch) - 1]
-        # Trainers run the actor's own pass. They begin when all samples are generated.
-        begin = generated if copy.task == "actor" else earliest
-        return max(begin, ends[rows], *(free.get(gpu, 0.0) for gpu in copy.gpus))
 
-    heap = [(start(copy), i) for i, copy in enumerate(copies)]
-    heapq.heapify(heap)
-    while heap:
-        when, i = heapq.heappop(heap)
-        copy = copies[i]
-        now = start(copy)
-        if now == float("inf"):
-            continue
-        if now > when:
-            heapq.heappush(heap, (now, i))
-            continue
-        queue = waiting[copy.task]
-        rows = [queue.popleft() for _ in range(min(len(queue), copy.share.micro_batch))]
-        # A trainer computes a prompt for each of its samples.
-        saved = 0.0 if copy.task == "actor" else 1 - shared_prompt(work, copy.share.pp)
-        tokens = sum(totals[r] - saved * prompts[r] for r in rows) / copy.share.micro_batch
-        context = sum(totals[r] for r in rows) / copy.share.micro_batch / 2
-        pool = costs.inventory[copy.share.pool]
-        stage, gather, hop = pass_seconds(*copy.model, copy.share, pool, tokens, context)
+def _scoring(candidate: Candidate) -> list[tuple[Task, Share]]:
+    """The tasks that score, with their shares. The actor's trainers do if the old log-probabilities are not folded."""
+    tasks: tuple[Task, ...] = INFERENCE if candidate.folded else (*INFERENCE, "actor_training")
+    return [(task, share) for task in tasks for share in candidate.shares(task)]
+
+
+def _pass_of(costs: GPUCosts, task: Task, share: Share, prompts: Ints) -> Callable[[Together], tuple[float, float]]:
+    """The seconds of a pass in the slowest stage, and in all stages."""
+    model, pool = costs.work.needed(task), costs.inventory[share.pool]
+    # A trainer computes a prompt for each of its samples.
+    saved = 1 - shared_prompt(costs.work, share.pp) if task in INFERENCE else 0.0
+
+    def seconds(batch: Together) -> tuple[float, float]:
+        context = sum(tokens for tokens, _ in batch) / share.micro_batch
+        tokens = context - saved * sum(int(prompts[i]) for _, i in batch) / share.micro_batch
+        stage, gather, hop = pass_seconds(*model, share, pool, tokens, context / 2)
         busy = max(stage, gather)
-        done = now + busy + (copy.share.pp - 1) * (busy + hop)
-        for gpu in copy.gpus:
-            free[gpu] = now + busy
-            bars.append(Bar(*gpu, "scorer", copy.task, now, now + busy))
-        for row in rows:
-            ready[row] = max(ready[row], done)
-        heapq.heappush(heap, (now + busy, i))
-    return ready, bars
+        return busy, busy + (share.pp - 1) * (busy + hop)
+
+    return seconds
 
 
 def _places(candidate: Candidate, share: Share, copy: int) -> list[tuple[str, int]]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.planner.cpus import CpuStageTimes, IterationWork, batch_seconds, best_stage, phases, training_seconds
+from dovetail.planner.cpus import IterationWork, batch_seconds, best_stage, phases, stage_times, training_seconds
 from dovetail.protocol.files.machine_profile import Cost, Machine
 from dovetail.tools.calibrate.fit import FitError, MeasuredIteration, fit, nonnegative
 from helpers.two_cores import MACHINE
@@ -32,7 +32,7 @@ def work(batch: int = 32, rollouts: int = 1, seed: int = 0, longest: int = 64, *
 
 def observed(each: IterationWork, machine: Machine = MACHINE) -> MeasuredIteration:
     """As it would be measured if the machine were exactly so."""
-    stage = CpuStageTimes(each, machine, None)
+    stage = stage_times(each, machine, None)
     lengths = np.sort(each.responses)
     generation = machine.generation
     slower = max(1.0, each.ranks * machine.training.cores / machine.cores)
@@ -109,7 +109,7 @@ def test_no_stage_beats_its_cores(
     least as long on fewer cores; and every sample is scored."""
     each = replace(work(len(lengths), rollouts), responses=tuple(lengths), fusion=(fusion,), max_concurrent=slots)
     machine = MACHINE.model_copy(update={"cores": cores})
-    stage = CpuStageTimes(each, machine, fusion)
+    stage = stage_times(each, machine, fusion)
     generation, scoring = machine.generation, machine.scoring
     tokens = sum(lengths) + sum(each.prompts)
     least = generation.cores * sum(lengths) * generation.token + scoring.cores * (
@@ -117,14 +117,14 @@ def test_no_stage_beats_its_cores(
     )
     assert stage.end >= least / cores
     assert stage.end >= stage.generated >= max(lengths) * generation.step
-    more = CpuStageTimes(each, MACHINE.model_copy(update={"cores": cores + 1}), None)
-    assert more.end <= CpuStageTimes(each, machine, None).end * (1 + 1e-9)
+    more = stage_times(each, MACHINE.model_copy(update={"cores": cores + 1}), None)
+    assert more.end <= stage_times(each, machine, None).end * (1 + 1e-9)
 
 
 def test_idle_scorers_work_while_others_generate() -> None:
     """One long response: the other rollout's scorer has the time."""
     each = replace(work(16, 2), responses=(60,) + (2,) * 15)
-    apart, fused = CpuStageTimes(each, MACHINE, None), CpuStageTimes(each, MACHINE, 0.0)
+    apart, fused = stage_times(each, MACHINE, None), stage_times(each, MACHINE, 0.0)
     assert fused.end < apart.end
     assert fused.end - fused.generated < apart.end - apart.generated
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dovetail.planner.cpus import CpuStageTimes, IterationWork, exposed_messages, training_seconds
+from dovetail.planner.cpus import IterationWork, exposed_messages, stage_times, training_seconds
 from dovetail.protocol.files.machine_profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
 
 # The numbers of busy cores that are tried. A process that has a core of its own and never waits keeps 1 busy.
@@ -69,7 +69,7 @@ def fit(seen: Sequence[MeasuredIteration], cores: int, end_rate: float | None = 
     machine = _trained(seen, machine)
     # Last, the cores that several servers use, and the rest of the scoring time.
     several = [o for o in seen if o.work.rollouts > 1]
-    machine = _search(machine, several, "generation", lambda o, m: CpuStageTimes(o.work, m, None).generated)
+    machine = _search(machine, several, "generation", lambda o, m: stage_times(o.work, m, None).generated)
     return _scored(machine, seen)
 
 
@@ -191,7 +191,7 @@ def _scored(machine: Machine, seen: Sequence[MeasuredIteration]) -> Machine:
     """Fit the time of an inference phase besides its batches."""
     rest = []
     for o in seen:
-        stage = CpuStageTimes(o.work, machine, None)
+        stage = stage_times(o.work, machine, None)
         rest.append(o.phases["inference"] - (stage.end - stage.generated))
     costs = machine.scoring.model_copy(update={"begin": max(0.0, float(np.median(rest)))})
     return machine.model_copy(update={"scoring": costs})

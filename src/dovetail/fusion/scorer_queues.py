@@ -1,0 +1,100 @@
+"""Simulates scorers, event by event, while samples come."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from dovetail.fusion.profile import MIN_BATCH_TOKENS, batch_target
+
+D = TypeVar("D", bound=Hashable)  # a device
+Together = list[tuple[int, int]]
+"""Samples that are scored together: the tokens of each, and its number. The longest comes first."""
+Coming = Sequence[tuple[float, int, int]]
+"""Parts of samples in the order of time: when the part is generated, its tokens, and the sample's number."""
+
+
+@dataclass(frozen=True)
+class SimulatedScorer(Generic[D]):
+    """A process that scores. `queue`: the models that it holds. Scorers of equal models share the samples, and each
+    sample goes through every queue. `devices`: all that it needs for a pass, one scorer at a time. `seconds`: the time
+    of a batch on the devices, and the time until its scores are there. `begin`: when it may begin. `least`: the fewest
+    tokens of a batch, if as many wait (`batch_target`). `rows`: the most samples of a batch, whatever their tokens.
+    None: the coordinator's batches, which are limited by tokens."""
+
+    queue: Hashable
+    devices: Sequence[D]
+    seconds: Callable[[Together], tuple[float, float]]
+    begin: float = 0.0
+    least: int = MIN_BATCH_TOKENS
+    rows: int | None = None
+
+
+class ScoringPass(NamedTuple):
+    """A batch of the scorer with this number. Its devices work for `seconds` from `start` on, and `scored` is when its
+    scores are there."""
+
+    scorer: int
+    start: float
+    seconds: float
+    scored: float
+
+    @property
+    def end(self) -> float:
+        """When the devices are free again."""
+        return self.start + self.seconds
+
+
+class _Queue:
+    """The samples that the scorers of one queue share."""
+
+    def __init__(self, coming: Coming, scorers: int) -> None:
+        self._coming, self._next, self._scorers = coming, 0, scorers
+        self._ready: list[tuple[int, int]] = []  # a heap of (-tokens, sample)
+        self._waiting = 0
+
+    def next(self) -> float:
+        """When there is something to score. It is infinite if nothing is left, and 0 if something waits."""
+        if self._ready:
+            return 0.0
+        return self._coming[self._next][0] if self._next < len(self._coming) else float("inf")
+
+    def take(self, scorer: SimulatedScorer[Any], now: float) -> Together:
+        """The next batch, the longest samples first. A batch is padded to its longest sample."""
+        while self._next < len(self._coming) and self._coming[self._next][0] <= now:
+            _, tokens, sample = self._coming[self._next]
+            heapq.heappush(self._ready, (-tokens, sample))
+            self._waiting += tokens
+            self._next += 1
+        longest, most = -self._ready[0][0], scorer.rows
+        if most is None:
+            most = max(1, batch_target(self._waiting, self._scorers, scorer.least) // longest)
+        taken = [heapq.heappop(self._ready) for _ in range(min(most, len(self._ready)))]
+        self._waiting += sum(less for less, _ in taken)
+        return [(-less, sample) for less, sample in taken]
+
+
+def score(scorers: Sequence[SimulatedScorer[D]], coming: Coming, free: Mapping[D, float]) -> list[ScoringPass]:
+    """All passes until every part is scored by a scorer of every queue. A scorer takes a batch when its devices are
+    free and a part waits. `free`: when each device is free for the first time."""
+    queues = {name: _Queue(coming, count) for name, count in Counter(s.queue for s in scorers).items()}
+    free, passes = dict(free), list[ScoringPass]()
+    heap = [(0.0, 0.0, i) for i in range(len(scorers))]
+    while heap:
+        due, since, i = heapq.heappop(heap)
+        scorer = scorers[i]
+        since = max(since, scorer.begin, *(free[device] for device in scorer.devices))
+        start = max(since, queues[scorer.queue].next())
+        if start == float("inf"):
+            continue
+        if start > due:
+            heapq.heappush(heap, (start, since, i))
+            continue
+        busy, until = scorer.seconds(queues[scorer.queue].take(scorer, start))
+        passes.append(ScoringPass(i, start, busy, start + until))
+        free.update(dict.fromkeys(scorer.devices, start + busy))
+        heapq.heappush(heap, (start + busy, start + busy, i))
+    return passes

@@ -1,0 +1,36 @@
+"""SimulatedScorers, event by event: who takes what, and when."""
+
+from __future__ import annotations
+
+from dovetail.fusion.scorer_queues import SimulatedScorer, Together, score
+
+
+def seconds(batch: Together) -> tuple[float, float]:
+    """A second a token; the scores are there a second later."""
+    busy = float(sum(tokens for tokens, _ in batch))
+    return busy, busy + 1
+
+
+def test_each_queue_scores_each_sample_and_one_device_has_one_pass_at_a_time() -> None:
+    """Two models take turns on a device, and another copy of the first model has a device of its own."""
+    scorers = [SimulatedScorer("a", ("gpu",), seconds, rows=1), SimulatedScorer("b", ("gpu",), seconds, rows=1)]
+    scorers.append(SimulatedScorer("a", ("other",), seconds, begin=2.0, rows=1))
+    coming = [(0.0, 4, 0), (1.0, 3, 1)]
+    passes = score(scorers, coming, {"gpu": 0.0, "other": 0.0})
+    on = {
+        device: sorted(p[1:3] for p in passes if scorers[p.scorer].devices == (device,)) for device in ("gpu", "other")
+    }
+    assert on == {"gpu": [(0.0, 4.0), (4.0, 4.0), (8.0, 3.0)], "other": [(2.0, 3.0)]}
+    assert max(p.scored for p in passes) == 12.0
+
+
+def test_a_scorer_waits_for_its_first_sample_and_takes_the_longest_first() -> None:
+    taken: list[Together] = []
+
+    def noted(batch: Together) -> tuple[float, float]:
+        taken.append(batch)
+        return 1.0, 1.0
+
+    passes = score([SimulatedScorer("", (0,), noted, least=10)], [(5.0, 2, 0), (5.0, 6, 1), (5.5, 1, 2)], {0: 0.0})
+    assert [each.start for each in passes] == [5.0, 6.0]
+    assert taken == [[(6, 1)], [(2, 0), (1, 2)]]
