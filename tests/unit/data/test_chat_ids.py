@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import itertools
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from jinja2 import TemplateError
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import convert, detect
 from dovetail.coordinator.data.text.chat_template import Template, chat_format, human_assistant_template
 from dovetail.coordinator.data.text.tokenize import Encoder, sft_batch
 from dovetail.manifest.fixed_names import DataKind
+from helpers.chat_templates import KINDS, built, byte_tokens, shipped, with_template
 
 Messages = list[dict[str, Any]]
 
@@ -114,72 +110,6 @@ SHAPES = {
     "Hermes": (TOOLS, "<|im_end|>"),
     "SmolLM3": (MARKED, "<|im_end|>"),
 }
-
-
-def shipped() -> dict[str, tuple[str, str]]:
-    """Every chat template that the installed packages ship as a file."""
-    found: dict[str, tuple[str, str]] = {}
-    for package in ("transformers", "trl", "vllm"):
-        place = importlib.util.find_spec(package)
-        for root in (place.submodule_search_locations or []) if place is not None else []:
-            for file in sorted(Path(root).rglob("*.jinja")):
-                text = file.read_text(encoding="utf-8")
-                if "messages" in text:
-                    ends = [end for end in ("<|im_end|>", "<|return|>", "<|eot_id|>") if end in text]
-                    found[f"{package}: {file.stem}"] = (text, (ends or ["</s>"])[0])
-    return found
-
-
-SPECIAL = [
-    *("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
-    *("<|end|>", "<|return|>", "<|start|>", "<|channel|>", "<|message|>", "<start_of_turn>", "<end_of_turn>"),
-    *("<|User|>", "<|Assistant|>", "<think>", "</think>"),
-]
-SAID = [
-    "What is two plus three? It is 5.",
-    "the cat has small fur",
-    "user assistant system weather Bern dry",
-    "Be kind.",
-]
-KINDS = ["bytes", "first", "always", "never", "prepend", "unigram", "wordpiece"]
-
-
-def built(kind: str, adds: bool) -> Tokenizer:
-    """A small tokenizer of a kind. `adds`: it writes special tokens around a text that it is given."""
-    trainer: dict[str, Any] = {"vocab_size": 480, "show_progress": False, "special_tokens": SPECIAL}
-    if kind == "wordpiece":
-        made = Tokenizer(models.WordPiece(unk_token="<unk>"))
-        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        made.train_from_iterator(SAID * 20, trainers.WordPieceTrainer(**trainer))
-    elif kind == "unigram":
-        made = Tokenizer(models.Unigram())
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-        made.train_from_iterator(SAID * 20, trainers.UnigramTrainer(**trainer, unk_token="<unk>"))
-    elif kind == "bytes":
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-        trainer["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
-        made.train_from_iterator(SAID * 20, trainers.BpeTrainer(**trainer))
-    else:
-        made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-        if kind == "prepend":
-            made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        else:
-            made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
-        trainer["special_tokens"] = SPECIAL + [f"<0x{i:02X}>" for i in range(256)]
-        made.train_from_iterator([f" {each}" for each in SAID] * 20, trainers.BpeTrainer(**trainer))
-    if adds:
-        around = "<s> $A </s>" if kind == "wordpiece" else "<s> $A"
-        ids = [(token, made.token_to_id(token)) for token in ("<s>", "</s>")]
-        made.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)
-    return made
-
-
-def with_template(tokens: Tokenizer, template: str | None, end: str) -> Any:
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokens, bos_token="<s>", eos_token=end, unk_token="<unk>", chat_template=template
-    )
 
 
 def say(role: str, content: str, **more: Any) -> dict[str, Any]:
@@ -355,12 +285,6 @@ def read(messages: Messages, template: str, end: str = "</s>", kind: DataKind = 
     chat = chat_format(with_template(byte_tokens(), template, end))
     row = {"messages": messages, **fields}
     return convert(row, detect(row, "f:1"), kind, chat, "f:1")
-
-
-@functools.cache
-def byte_tokens() -> Tokenizer:
-    """Threads train it: not when the file is imported, or the workers could not be forked."""
-    return built("bytes", adds=False)
 
 
 def responses(record: Any) -> list[str]:

@@ -91,6 +91,27 @@ def test_the_old_name_of_a_call_is_a_call(chat: ChatFormat) -> None:
         assert read({"messages": [DIALOGUE[0], written]}, chat) == read({"messages": DIALOGUE[:2]}, chat)
 
 
+@pytest.mark.parametrize(
+    ("calling", "answering"),
+    [("function_call", "observation"), ("tool_call", "tool_response"), ("function_call", "tool")],
+)
+def test_sharegpt_is_read_as_openai(chat: ChatFormat, calling: str, answering: str) -> None:
+    """Its schemas are functions without the object around them, and its calls are texts."""
+    said = [
+        {"from": "human", "value": "Rain?"},
+        {"from": calling, "value": json.dumps(CALL["function"])},
+        {"from": answering, "value": "dry"},
+        {"from": "gpt", "value": "No."},
+    ]
+    expected = read({"messages": DIALOGUE, "tools": [TOOL]}, chat)
+    for tools in ([TOOL["function"]], json.dumps([TOOL["function"]]), [TOOL]):
+        assert read({"conversations": said, "tools": tools}, chat) == expected
+    old = [DIALOGUE[0], DIALOGUE[1], {"role": "function", "name": "weather", "content": "dry"}, DIALOGUE[3]]
+    assert read({"messages": old, "tools": [TOOL]}, chat) == expected
+    other = {"type": "web_search", "name": "search"}
+    assert json.dumps(other) in read({"conversations": said, "tools": [other]}, chat).prompt, "a type of its own"
+
+
 @pytest.mark.parametrize("option", ["auto", "none", {}, [], False])
 def test_an_option_of_a_request_is_no_call(chat: ChatFormat, option: object) -> None:
     answer = {"role": "assistant", "content": "No."}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
-from itertools import product
+from itertools import islice, pairwise, product
 from typing import Any, Protocol
 
 from dovetail.coordinator.data.records import Rendered
@@ -121,6 +121,11 @@ class ChatFormat(Protocol):
         produce there, in characters. The last message is the last of `turns`. The text ends with that turn, and with an
         end token if the format has one."""
 
+    def following(self, messages: Sequence[Message], turn: int, end: str) -> tuple[str, str] | None:
+        """The text of the assistant's `turn` up to the token `end`, with which the model ended it, and what follows it
+        up to the point where the assistant's next turn begins. None unless the text before is the prompt for `turn`,
+        and the turn is whole."""
+
 
 class HumanAssistant:
     """Anthropic's format of the hh-rlhf data set, for models without a template. `opening` is what the tokenizer writes
@@ -145,6 +150,9 @@ class HumanAssistant:
         ends = [len(self._text(self._written(messages[: i + 1]))) for i in turns]
         starts = [len(self.prompt(messages[:i])) for i in turns]
         return text, list(zip(starts, [*ends[:-1], len(text)], strict=True))
+
+    def following(self, messages: Sequence[Message], turn: int, end: str) -> tuple[str, str] | None:
+        return None  # earlier turns have no end token in this format
 
     def _written(self, messages: Sequence[Message]) -> str:
         for i, message in enumerate(messages):
@@ -189,6 +197,12 @@ class WithSystem:
         with _counted_from(added):
             return self.chat.conversation(opened, [i + added for i in turns])
 
+    def following(self, messages: Sequence[Message], turn: int, end: str) -> tuple[str, str] | None:
+        opened = self._opened(messages)
+        added = len(opened) - len(messages)
+        with _counted_from(added):
+            return self.chat.following(opened, turn + added, end)
+
 
 @contextmanager
 def _counted_from(first: int) -> Iterator[None]:
@@ -203,6 +217,22 @@ def _counted_from(first: int) -> Iterator[None]:
 
 # No record has this character, which Unicode leaves to private agreements. It stands for a message in a text.
 _MARK = "\U0010fff0"
+
+
+# What a tool's message says of the call that it answers. Some templates refuse a message without it.
+_ANSWERED = ("name", "tool_call_id")
+_UNWRITTEN_CALL = (
+    "calls a tool, but the tokenizer's chat template does not write tool_calls; take a tokenizer whose template does, "
+    "or remove the record"
+)
+_UNWRITTEN_CALLS = (
+    "calls several tools, but the tokenizer's chat template does not write all of these calls; give each call a "
+    "message of its own, or remove the record"
+)
+_MIXED = (
+    "is in the text of the conversation among what the assistant says, because the tokenizer's chat template writes "
+    'earlier turns otherwise; mark all turns but the last with "train": false, or remove the record'
+)
 
 
 class Template:
@@ -312,10 +342,28 @@ class Template:
         spans: Spans = []
         for i in turns[:-1]:
             spans.append(self._earlier(messages, i, whole, spans[-1][1] if spans else 0))
-        return Rendered(text), self._narrowed(messages, text, [*spans, (start, len(text))])
+        spans = self._narrowed(messages, text, [*spans, (start, len(text))])
+        self._check_learnt(messages, text, spans, turns[0])
+        return Rendered(text), spans
 
-    def _check_written(self, messages: Sequence[Message], text: str, **options: Any) -> None:
-        """Raises NotWritten for a call of a tool, or for a message, that the text lacks."""
+    def following(self, messages: Sequence[Message], turn: int, end: str) -> tuple[str, str] | None:
+        whole = self._render(messages, add_generation_prompt=True)
+        self._check_written(messages, whole, turn, add_generation_prompt=True)
+        prompt = self._render(messages[:turn], add_generation_prompt=True)
+        closed = whole.find(end, len(prompt)) + len(end)
+        written = whole[len(prompt) : closed]
+        if not whole.startswith(prompt) or not written.endswith(end) or not self._says(messages[turn], written):
+            return None
+        return written, whole[closed:]
+
+    def _says(self, answer: Message, written: str) -> bool:
+        """Whether the text of a turn has its thought and its answer."""
+        said = str(answer["content"] or "").rpartition("</think>")[2].strip()
+        return said in written and _thought(answer)[0] in written
+
+    def _check_written(self, messages: Sequence[Message], text: str, first: int = 0, **options: Any) -> None:
+        """Raises NotWritten for a call of a tool, or for a message, that the text lacks. Messages before `first` are
+        not looked at."""
 
         def same(i: int, *other: Message) -> bool:
             try:
@@ -323,17 +371,13 @@ class Template:
             except TemplateRefused:
                 return False
 
-        for i, message in enumerate(messages):
+        for i, message in islice(enumerate(messages), first, None):
             calls = message.get("tool_calls") or []
             rest = {name: value for name, value in message.items() if name != "tool_calls"}
             for n in range(len(calls)):
                 fewer = [*calls[:n], *calls[n + 1 :]]
                 if same(i, {**rest, "tool_calls": fewer} if fewer else rest):
-                    raise NotWritten(
-                        i,
-                        "calls a tool, but the tokenizer's chat template does not write tool_calls; take a tokenizer "
-                        "whose template does, or remove the record",
-                    )
+                    raise NotWritten(i, _UNWRITTEN_CALLS if fewer else _UNWRITTEN_CALL)
             said = message["content"]
             content = said.rpartition("</think>")[2].strip() if isinstance(said, str) else ""
             if content not in text and self._lacks(messages, i, **options):
@@ -342,6 +386,23 @@ class Template:
                     f"has the role {message['role']}, and the tokenizer's chat template leaves its content out; take a "
                     "tokenizer whose template writes it, or remove the message",
                 )
+
+    def _check_learnt(self, messages: Sequence[Message], text: str, spans: Spans, first: int) -> None:
+        """Raises NotWritten if a part that is learnt has what a message says that is not the assistant's, or if two
+        parts overlap. Some templates write a tool's answer into the turn that called it, or write an earlier turn
+        otherwise once another one follows."""
+        if any(start < end for (_, end), (start, _) in pairwise(spans)):
+            raise NotWritten(first, _MIXED)
+        for i, message in enumerate(messages):
+            said = message["content"] if message["role"] not in ASSISTANTS else ""
+            if not said.strip() or not any(said.strip() in text[start:end] for start, end in spans):
+                continue
+            try:
+                at = _common(text, self._marked(messages, i))
+            except TemplateRefused:
+                continue
+            if any(start <= at < end for start, end in spans):
+                raise NotWritten(i, _MIXED)
 
     def _lacks(self, messages: Sequence[Message], at: int, **options: Any) -> bool:
         """Whether the text does not say the content of a message."""
@@ -352,10 +413,14 @@ class Template:
         except TemplateRefused:
             return False
 
+    def _marked(self, messages: Sequence[Message], at: int) -> str:
+        """The text with the mark as the content of message `at`."""
+        other = {name: messages[at][name] for name in ("role", *_ANSWERED) if name in messages[at]} | {"content": _MARK}
+        return self._render([*messages[:at], other, *messages[at + 1 :]])
+
     def _content(self, messages: Sequence[Message], text: str, at: int) -> tuple[int, int]:
         """The (start, end) of what message `at` adds to the text of `messages`."""
-        other = {"role": messages[at]["role"], "content": _MARK}
-        marked = self._render([*messages[:at], other, *messages[at + 1 :]])
+        marked = self._marked(messages, at)
         start = _common(text, marked)
         return start, len(text) - _common(text[start:][::-1], marked[::-1])
 
@@ -428,15 +493,13 @@ class Template:
     def _complete(self, messages: Sequence[Message], at: int, text: str, start: int, end: int) -> tuple[int, int]:
         """The (start, end) of an earlier turn with its end token. Raises NotWritten if the text lacks its thought or
         its answer."""
-        answer, written = messages[at], text[start:end]
-        said = str(answer["content"]).rpartition("</think>")[2].strip()
-        if said not in written or _thought(answer)[0] not in written:
+        if not self._says(messages[at], text[start:end]):
             raise NotWritten(
                 at,
                 "is not in the text of the whole conversation, because the tokenizer's chat template rewrites earlier "
                 'turns; mark it with "train": false',
             )
-        if not any(written.endswith(token) for token in self._ends):
+        if not any(text.endswith(token, start, end) for token in self._ends):
             end += max(len(token) for token in (*self._ends, "") if text.startswith(token, end))
         return start, end
 
@@ -473,11 +536,10 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
     """A call whose arguments are a text in JSON."""
-    rest = {key: value for key, value in call.items() if key not in ("name", "arguments", "function")}
-    function = call.get("function") or {"name": call.get("name"), "arguments": call.get("arguments", {})}
+    function = call["function"]
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"type": "function", **rest, "function": {**function, "arguments": text}}
+    return {"type": "function", **call, "function": {**function, "arguments": text}}
 
 
 def _thought(answer: Message) -> tuple[str, str]:

@@ -15,13 +15,16 @@ from dovetail.coordinator.data.text.chat_template import ASSISTANTS, REASONING, 
 SAID = {"role", "content", "from", "value", "train", "weight"}
 # The other fields of a message that templates read.
 FURTHER = ("name", "tool_calls", "tool_call_id", *REASONING)
-# Other names of the roles. Those of ShareGPT's records are as LLaMA-Factory reads them.
+# A message with one of these roles is a call of a tool, as a text.
+_CALLING = ("function_call", "tool_call")
+# Other names of the roles. Those of ShareGPT's records are as LLaMA-Factory and ms-swift read them, and `function` is
+# OpenAI's old name.
 _ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     "human": "user",
     "gpt": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
+    **dict.fromkeys(_CALLING, "assistant"),
+    **dict.fromkeys(("observation", "tool_response", "function"), "tool"),
 }
 
 
@@ -67,8 +70,8 @@ def conversation(value: Any, name: str, where: str) -> Conversation:
             raise DataError(f"{place} needs 'role' and 'content', both strings")
         if role not in _ROLES:
             raise DataError(f"{place} has role {role!r}; use system, user, assistant or tool")
-        if role == "function_call":
-            item, content = {**item, "tool_calls": _calls(content, place)}, ""
+        if role in _CALLING:
+            item, content = {**item, "tool_calls": _calls(content, role, place)}, ""
         role = _ROLES[role]
         messages.append({"role": role, "content": content, **_further(item, place)})
         learnt.append(role in ASSISTANTS and _marked(item, place))
@@ -91,11 +94,19 @@ def _further(item: Mapping[str, Any], place: str) -> dict[str, Any]:
                 f'{place} has a call without a name; write {{"function": {{"name": ..., "arguments": ...}}}}, or '
                 "remove the call"
             )
-    return {**further, "tool_calls": parsed}
+    return {**further, "tool_calls": list(map(_as_openai, parsed))}
 
 
-def _calls(text: str, place: str) -> list[Any]:
-    """The calls in a message of the role function_call: one call or a list of calls in JSON, each with a name and
+def _as_openai(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A call as in OpenAI's API. Some records have only the function, without the object around it."""
+    if "function" in call:
+        return call
+    around = {name: value for name, value in call.items() if name not in ("name", "arguments")}
+    return {"type": "function", **around, "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
+
+
+def _calls(text: str, role: str, place: str) -> list[Any]:
+    """The calls in a message with a role of `_CALLING`: one call or a list of calls in JSON, each with a name and
     arguments."""
     try:
         found = json.loads(text)
@@ -104,7 +115,7 @@ def _calls(text: str, place: str) -> list[Any]:
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise DataError(
-            f'{place} has the role function_call, so its text must be a call such as {{"name": ..., "arguments": ...}}'
+            f'{place} has the role {role}, so its text must be a call such as {{"name": ..., "arguments": ...}}'
         )
     return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
 
@@ -125,8 +136,9 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tools_of(row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    """The function schemas in a record's field `tools`. The field is a list, or the list as a text in JSON, as tables
-    often have it. Raises DataError whose message begins with `where`."""
+    """The function schemas in a record's field `tools`, as OpenAI's API has them. The field is a list, or the list as a
+    text in JSON, as tables often have it. A schema may also be the function alone, as in ShareGPT's records. Raises
+    DataError whose message begins with `where`."""
     given = row.get("tools")
     if isinstance(given, str):
         try:
@@ -140,7 +152,12 @@ def tools_of(row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
             f"{where}: field 'tools' must be a list of function schemas, such as "
             '[{"type": "function", "function": {"name": ..., "parameters": ...}}]; rename it if it is something else'
         )
-    return given
+    return [{"type": "function", "function": tool} if _is_bare(tool) else tool for tool in given]
+
+
+def _is_bare(tool: Mapping[str, Any]) -> bool:
+    """Whether a schema is the function alone, without the type that says so. Other types of tools have a type."""
+    return isinstance(tool.get("name"), str) and not {"type", "function"} & tool.keys()
 
 
 def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
