@@ -78,6 +78,18 @@ CREATE TABLE IF NOT EXISTS experts (
     start INTEGER NOT NULL,
     npy BLOB NOT NULL,               -- a file of numpy's: (tokens, layers, experts of a token)
     PRIMARY KEY (iteration, prompt_index, sample_index, attempt)
+);
+-- The calls of tools in an episode. A row is written before the call, and its observation before anything uses it.
+CREATE TABLE IF NOT EXISTS tool_calls (
+    iteration INTEGER NOT NULL,
+    prompt_index INTEGER NOT NULL,
+    sample_index INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,        -- of the episode: another attempt has another environment
+    turn INTEGER NOT NULL,           -- of the model in the episode, from 0
+    call INTEGER NOT NULL,           -- of the turn, in the model's order, from 0
+    request TEXT NOT NULL,           -- JSON: [name, arguments]
+    observation TEXT,                -- what the tool answered, once it is known
+    PRIMARY KEY (iteration, prompt_index, sample_index, attempt, turn, call)
 )
 """
 

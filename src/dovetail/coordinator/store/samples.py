@@ -24,7 +24,7 @@ from dovetail.coordinator.store.database import Database, StoreError
 
 # SQLite reads this limit as no limit.
 ALL = -1
-_TABLES = ("chunks", "samples", "rewards", "steps", "experts")
+_TABLES = ("chunks", "samples", "rewards", "steps", "experts", "tool_calls")
 _WHERE = "iteration=? AND prompt_index=? AND sample_index=?"
 
 Tokens = NDArray[np.int32]

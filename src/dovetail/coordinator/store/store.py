@@ -10,6 +10,7 @@ from typing import Any
 
 from dovetail.coordinator.store.database import Database, StoreError
 from dovetail.coordinator.store.samples import NewSample, Sample, SampleTable
+from dovetail.coordinator.store.tool_calls import ToolCalls
 
 __all__ = ["KeyValues", "Store", "StoreError", "in_slices", "open_records"]
 # A long change of the store changes this many rows between two turns of the event loop.
@@ -75,12 +76,13 @@ class Store(KeyValues):
     """The store of a running job. When it is opened after a crash, samples that were being generated become pending
     again, with their tokens. `take_interrupted` then says which requests may still run on servers.
 
-    `samples` has the iterations' samples. Every method is one transaction. All raise StoreError with one sentence if
-    the disk is full, read-only or damaged. One thread changes the store. Others may read it meanwhile."""
+    `samples` has the iterations' samples, and `tool_calls` the calls of tools in their episodes. Every method is
+    one transaction. All raise StoreError with one sentence if the disk is full, read-only or damaged. One thread
+    changes the store. Others may read it meanwhile."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(Database(run_dir / "store.sqlite"))
-        self.samples = SampleTable(self._db)
+        self.samples, self.tool_calls = SampleTable(self._db), ToolCalls(self._db)
         try:
             self._interrupted = self.samples.recover()
         except StoreError:
