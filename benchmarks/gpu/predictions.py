@@ -8,8 +8,8 @@ import statistics
 import torch
 
 from dovetail.coordinator.schedules.stage_times import stage_times
+from dovetail.gpus.gpu_products import UnknownProduct, gpu
 from dovetail.manifest.model_shape import Head, ModelShape
-from dovetail.planner.gpus import UnknownProduct, gpu
 from dovetail.planner.memory import ITEMSIZE
 from dovetail.planner.seconds import MEMORY, forward
 from dovetail.tools.one_line import product_label

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dovetail.fusion.lengths import Lengths
+from dovetail.gpus.gpu_products import gpu
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import LoRA
 from dovetail.planner.candidate import Candidate, Placement, Share, side_by_side
-from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.memory import CONTEXT_BYTES, GPUMemoryModel
 from dovetail.planner.workload import Workload

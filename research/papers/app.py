@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from dovetail.fusion.lengths import Lengths
+from dovetail.gpus.gpu_products import gpu
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Workload
 from papers.common import Figure, Measured, Section, best, llama, tensor_parallel, with_batch

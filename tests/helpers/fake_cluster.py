@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from golden import make_objects
 
+from dovetail.gpus.gpu_products import Pools
 from dovetail.kube import names
 from dovetail.kube.owners import controller
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
@@ -23,7 +24,6 @@ from dovetail.operator.reconcile.reconcile import PlanRefused, Reconciled, Seen,
 from dovetail.operator.reconcile.replan import Outlook, honoured, needs, resized, room
 from dovetail.operator.reconcile.rootcause import LostNode
 from dovetail.operator.render.context import RenderContext
-from dovetail.planner.gpus import Pools
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.process_names import CONTAINER

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
+from dovetail.gpus.gpu_products import GPU, HardwareError, described
 from dovetail.gpus.kernels import read_capability
 from dovetail.kube.resources import Gang
-from dovetail.planner.gpus import GPU, HardwareError, described
 
 _IMAGE = "dovetail/{}:0.1.0"
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
+from dovetail.gpus.gpu_products import ANY, GPU, estimate, image_errors, is_known
 from dovetail.gpus.kernels import DEFAULT_ARCHITECTURES, read_capability
 from dovetail.kube import names
 from dovetail.kube.resources import CONFIG_MAP, JOBSET
@@ -29,7 +30,6 @@ from dovetail.operator.reconcile.children import Children, Object
 from dovetail.operator.reconcile.reconcile import PLANNER_AGAIN_SECONDS, PlanRefused
 from dovetail.operator.render.config_map import planned_hash, spec_hash
 from dovetail.operator.render.context import digest
-from dovetail.planner.gpus import ANY, GPU, estimate, image_errors, is_known
 from dovetail.protocol.plan import Plan
 
 V = TypeVar("V")

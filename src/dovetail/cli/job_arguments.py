@@ -60,11 +60,11 @@ def load_job(
 
     Raises ManifestError, UsageError and PlanError."""
     from dovetail.cli.common.plan_inputs import configurations, hardware, local_profile
+    from dovetail.gpus.gpu_products import image_errors
     from dovetail.launch.local.rundir import lag_of_run, zero3_of_run
     from dovetail.manifest.checks.files import layer_counts
     from dovetail.manifest.checks.validation import warnings
     from dovetail.manifest.resolve import with_lag
-    from dovetail.planner.gpus import image_errors
     from dovetail.planner.make_plan import make_plan
 
     written, job, base = read_job(manifest, overrides, seed, cpu=cpu)

@@ -15,10 +15,10 @@ from dovetail.cli.common.plan_inputs import configurations, hardware, inventory,
 from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.cli.common.prediction_tables import pod_memory_table, prediction_tables
 from dovetail.cli.job_arguments import load_job, manifest_argument, new_file, read_job, set_option
+from dovetail.gpus.gpu_products import GPU
 from dovetail.manifest.sizes import owner
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.planner.cpus import mismatch
-from dovetail.planner.gpus import GPU
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.layouts import Chosen, ConfigError, Infeasible, PlannedJob, needed
 from dovetail.planner.placements import Unknown, cheapest, fragment, place, recommend

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dovetail.gpus.gpu_products import GPU, GPU_RESOURCE, PRODUCT_LABEL, UnknownProduct, count, gpu
 from dovetail.manifest.hashing import hashed_once
-from dovetail.planner.gpus import GPU, GPU_RESOURCE, PRODUCT_LABEL, UnknownProduct, count, gpu
 
 # The default of an inventory: each GPU has one 100 Gbit/s port (APP section VI-A has 100 GB/s for eight).
 NETWORK_GBPS = 100.0

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from dovetail.fusion.lengths import Lengths
+from dovetail.gpus.gpu_products import GPU, UnknownProduct, gpu
 from dovetail.manifest.accelerators import sleeps
 from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample, micro_batch_tokens, pinned_layouts
 from dovetail.manifest.critic import has_critic, shares_body
@@ -19,7 +20,6 @@ from dovetail.manifest.sizes import owner, pod_count, trained_models, trainer_wo
 from dovetail.manifest.types import Dtype, Group, ModelSource, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner import candidate, lives
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Placement, Schedule, Share, Task
-from dovetail.planner.gpus import GPU, UnknownProduct, gpu
 from dovetail.planner.inventory import NETWORK_GBPS, Inventory, Pool
 from dovetail.planner.lags import DrawnIterations
 from dovetail.planner.memory import GIB, Training, training_job, training_memory

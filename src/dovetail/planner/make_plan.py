@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from dovetail.gpus.gpu_products import GPU
 from dovetail.manifest.checks.batching import BatchRule, longest_sample
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.resolve import with_lag
@@ -17,7 +18,6 @@ from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner import cpus, placements
 from dovetail.planner.candidate import scorer_models
 from dovetail.planner.cpus import pod_memory, too_small
-from dovetail.planner.gpus import GPU
 from dovetail.planner.lags import chosen, excluded, with_lags
 from dovetail.planner.layouts import (
     ConfigError,

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from dovetail.cli.main import cli
 from dovetail.coordinator.store.experience_files import ExperienceFiles
+from dovetail.gpus.gpu_products import parse
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.types import RLHFJob
-from dovetail.planner.gpus import parse
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.files.machine_profile import ModelTimes, PassTimes, Profile
 from dovetail.protocol.files.trace import chrome_trace

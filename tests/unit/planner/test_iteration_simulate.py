@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.fusion.lengths import Lengths
+from dovetail.gpus.gpu_products import gpu
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.planner.candidate import Candidate, Placement, Schedule, Share
-from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.seconds import PHASES
 from dovetail.planner.simulated_iteration import Simulated

@@ -13,6 +13,7 @@ from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.coordinator.schedules.stored_schedule import applies
 from dovetail.fusion.lengths import Lengths
+from dovetail.gpus.gpu_products import gpu
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.resolve import resolve
@@ -20,7 +21,6 @@ from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.operator.reconcile.replan import Need, honoured, resized
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placements import fragment, recommend

@@ -9,11 +9,11 @@ import yaml
 from click.testing import CliRunner, Result
 
 from dovetail.cli.main import cli
+from dovetail.gpus.gpu_products import image_errors
 from dovetail.manifest.documents import parse
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import image_check
-from dovetail.planner.gpus import image_errors
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "quickstart-cluster.yaml"
 SENTENCE = (

@@ -3,12 +3,12 @@
 import pytest
 import yaml
 
+from dovetail.gpus.gpu_products import gpu
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
-from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool, read
 from dovetail.planner.layouts import ConfigError, Infeasible, PlannedJob
 from dovetail.planner.make_plan import PlanError, make_plan

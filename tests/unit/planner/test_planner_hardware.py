@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dovetail.cli.common.plan_inputs import hardware
+from dovetail.gpus.gpu_products import HardwareError, UnknownProduct, estimate, gpu, parse, products, read
 from dovetail.manifest.types import Dtype
-from dovetail.planner.gpus import HardwareError, UnknownProduct, estimate, gpu, parse, products, read
 from dovetail.protocol.errors import UsageError
 
 ENTRY = """

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dovetail.gpus.gpu_products import gpu
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import ScratchModel
 from dovetail.models import build_stage
-from dovetail.planner.gpus import gpu
 from dovetail.planner.seconds import LAUNCHES, decode_step, forward
 from dovetail.protocol.messages import ModelRef
 

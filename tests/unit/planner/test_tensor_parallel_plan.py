@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from dovetail.coordinator.schedules.serial_schedule import serial_1f1b
+from dovetail.gpus.gpu_products import gpu
 from dovetail.manifest.checks.unexecuted import warnings
 from dovetail.manifest.documents import parse
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.candidate import Candidate
-from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placements import fragment, recommend

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.fusion.lengths import Lengths
+from dovetail.gpus.gpu_products import gpu
 from dovetail.planner.candidate import Share
-from dovetail.planner.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.seconds import GPUCosts
 from dovetail.planner.workload import Workload

@@ -7,11 +7,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 
+from dovetail.gpus.gpu_products import GPU, PRODUCT_LABEL, Pools, count, estimate, is_known
 from dovetail.kube.connection import KubeError
 from dovetail.kube.resources import NODE
 from dovetail.operator.cluster.client import Client
 from dovetail.operator.log import log
-from dovetail.planner.gpus import GPU, PRODUCT_LABEL, Pools, count, estimate, is_known
 
 # A Node is about 10 KB of JSON, most of which lists its images. Rights seldom change.
 REFUSED_SECONDS = 600.0

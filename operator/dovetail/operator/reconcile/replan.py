@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dovetail.gpus.gpu_products import Pools
 from dovetail.kube import names
 from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import ParallelismByModel, RLHFJobSpec, Role, Stage
 from dovetail.operator.reconcile.children import Object
 from dovetail.operator.render.context import RenderContext
-from dovetail.planner.gpus import Pools
 from dovetail.protocol.plan import Plan
 
 LONGEST_NEWS = 1000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from dovetail.gpus.gpu_products import GPU_RESOURCE, PRODUCT_LABEL
 from dovetail.kube import names
 from dovetail.manifest.accelerators import SLEEP
 from dovetail.manifest.checks.pod_templates import memory_limit
@@ -13,7 +14,6 @@ from dovetail.manifest.types import DataSource, Group, RLHFJobSpec, Role
 from dovetail.operator.render import spot
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.volume_claim import claim_name, share_claims
-from dovetail.planner.gpus import GPU_RESOURCE, PRODUCT_LABEL
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process import env
 from dovetail.protocol.process.process_names import CONTAINER, COORDINATOR, COORDINATOR_MODULE, POD_MODULE

@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from dovetail.gpus.gpu_products import GPU, HardwareError, described, parse
 from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.gpus import GPU, HardwareError, described, parse
 from dovetail.planner.inventory import Inventory, InventoryError, read
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.files.machine_profile import Profile

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dovetail.planner.gpus import GPU_RESOURCE, PRODUCT_LABEL, count
+from dovetail.gpus.gpu_products import GPU_RESOURCE, PRODUCT_LABEL, count
 from dovetail.tools.doctor.finding import Finding
 
 SECONDS = 30.0

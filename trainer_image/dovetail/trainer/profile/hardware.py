@@ -18,7 +18,7 @@ _BYTES = {"cpu": 64 * 2**20, "cuda": GIB}
 
 
 def hardware_toml(device: torch.device, link: LinkTimes | None, clock: Callable[[], float] = time.perf_counter) -> str:
-    """An entry of gpus.toml (`dovetail.planner.gpus`), named like the node label of the product ("cpu" for a CPU).
+    """An entry of gpus.toml (`dovetail.gpus.gpu_products`), named like the node label of the product ("cpu" for a CPU).
 
     `link` holds the times between two GPUs of this machine, if they were measured. `clock` gives seconds."""
     gpu = device.type == "cuda"
