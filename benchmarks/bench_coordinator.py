@@ -38,7 +38,7 @@ from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.data.text.texts import Texts
 from dovetail.coordinator.data.text.tokenizer import train
 from dovetail.coordinator.loop.experience_maker import ExperienceAssembly
-from dovetail.coordinator.loop.iteration_metrics import iteration_metrics
+from dovetail.coordinator.loop.iteration_report import iteration_metrics
 from dovetail.coordinator.reporting.run_records import RunRecords
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.in_flight import GenerationSettings

@@ -11,7 +11,7 @@ from io import BytesIO
 from pathlib import Path
 
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
-from dovetail.coordinator.reporting.report.report import write_report
+from dovetail.coordinator.reporting.report import write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dovetail.coordinator.schedules.serial_schedule import serial_1f1b
+from dovetail.coordinator.schedules.step_commands import serial_1f1b
 from dovetail.manifest.types import Parallelism
 from dovetail.trainer.communication.groups import Groups
 from dovetail.trainer.engine.engine import choose_algorithms

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dovetail.coordinator.data.blend import Blend
+from dovetail.coordinator.data.collection import Blend
 from dovetail.manifest.types import Parallelism, RLHFJob, Stage
 from dovetail.protocol.messages import Action, Load, ModelRef, Step
 from dovetail.protocol.wire import pack

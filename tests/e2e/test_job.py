@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from dovetail.cli.main import cli
 from dovetail.coordinator.reporting.page.page_documents import PageDocuments
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
-from dovetail.coordinator.reporting.report.report import write_report
+from dovetail.coordinator.reporting.report import write_report
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT, evaluation_files, read_rows
 from dovetail.coordinator.store.identity import delete_run, run_of
 from dovetail.coordinator.store.store import open_records

@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.reporting.page.page_documents import PageDocuments
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
+from dovetail.coordinator.reporting.run_records import Timeline
 from dovetail.coordinator.reporting.telemetry import MetricsHistory
-from dovetail.coordinator.reporting.timeline import Timeline
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.kube import coordinator_http, names
 from dovetail.manifest.types import Stage

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from dovetail.cli.common.overrides import apply_overrides
+from dovetail.cli.common.one_line_options import apply_overrides
 from dovetail.manifest.documents import FieldLines, ManifestError, parse, read_yaml, with_home
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.plan import Plan

@@ -1,6 +1,6 @@
 """The `dovetail` command. Exit codes are 0 (done), 1 (a run failed), 2 (bad manifest or usage) and 130 (interrupted).
 
-Each command has a file of its own in this folder. A new command needs its file and a line in `COMMANDS`."""
+A new command needs its function in this folder and a line in `COMMANDS`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ from typing import Any, NoReturn
 
 import click
 
-from dovetail.cli.chat_command import chat
+from dovetail.cli.chat_command import chat, serve
 from dovetail.cli.data_command import data
 from dovetail.cli.debug import debug
 from dovetail.cli.doctor_command import doctor
-from dovetail.cli.export_command import export
 from dovetail.cli.init_command import init
 from dovetail.cli.manifests import explain, validate
 from dovetail.cli.model_command import model
 from dovetail.cli.planning import plan
 from dovetail.cli.profile_command import profile
-from dovetail.cli.push_command import push
-from dovetail.cli.results_command import report
+from dovetail.cli.push_command import export, push
 from dovetail.cli.run import INTERRUPTED, run
 from dovetail.cli.samples_command import samples
 from dovetail.cli.schedule_command import schedule
-from dovetail.cli.serve_command import serve
-from dovetail.cli.ui_command import ui
+from dovetail.cli.ui_command import report, ui
 from dovetail.manifest.documents import ManifestError
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.process.extras import version as installed_version

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from dovetail.cli.common.one_line_options import given, line_of, manifest_text, one_line_options
 from dovetail.cli.job_arguments import load_job, seed_option, set_option
-from dovetail.coordinator.reporting.report.report import write_report
-from dovetail.coordinator.reporting.report.run_summary import read_summary, show
+from dovetail.coordinator.reporting.report import write_report
+from dovetail.coordinator.reporting.run_summary import read_summary, show
 from dovetail.coordinator.reporting.sample_files import files
 from dovetail.coordinator.reporting.sample_texts import facts_of, texts_of
 from dovetail.coordinator.reporting.trackers.tracker_processes import missing as missing_trackers

@@ -1,4 +1,4 @@
-"""`dovetail ui`: serves a web page that shows live and finished runs."""
+"""`dovetail ui` serves a web page that shows live and finished runs. `dovetail report` shows the results of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
+from dovetail.cli.job_arguments import run_dir_argument
 from dovetail.protocol.errors import UsageError
 from dovetail.protocol.process.extras import require, version
 
@@ -82,3 +84,15 @@ async def _serve(folder: Path | None, scratch: Path, host: str, port: int, show:
     finally:
         if playing is not None:
             playing.cancel()
+
+
+@click.command()
+@run_dir_argument
+def report(run_dir: Path) -> None:
+    """Show a run's table again, and write its report.html again."""
+    from dovetail.coordinator.reporting.report import write_report
+    from dovetail.coordinator.reporting.run_summary import read_summary, show
+
+    console = Console()
+    show(console, read_summary(run_dir))
+    console.print(f"\nReport:  {write_report(run_dir)}", highlight=False, markup=False, soft_wrap=True)

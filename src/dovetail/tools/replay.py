@@ -179,7 +179,7 @@ def _read(run_dir: Path, job: RLHFJob, plan: Plan, records: KeyValues, iteration
 
 def _ended(run_dir: Path, done: int) -> bool:
     """Whether the run's exported models are those of its last iteration."""
-    from dovetail.coordinator.reporting.report.run_summary import read_summary
+    from dovetail.coordinator.reporting.run_summary import read_summary
 
     with contextlib.suppress(RunError):
         summary = read_summary(run_dir)

@@ -11,7 +11,7 @@ import torch
 from programs.trainer import counts
 from worker import DEADLINE, Place
 
-from dovetail.coordinator.schedules.serial_schedule import serial_1f1b
+from dovetail.coordinator.schedules.step_commands import serial_1f1b
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encode
 from dovetail.coordinator.schedules.training_schedule import shared_layouts
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel

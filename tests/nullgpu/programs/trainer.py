@@ -20,7 +20,7 @@ import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401  once for all ranks
 from worker import DEADLINE, Place, free_port
 
-from dovetail.coordinator.schedules.serial_schedule import serial_1f1b
+from dovetail.coordinator.schedules.step_commands import serial_1f1b
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel, Stage

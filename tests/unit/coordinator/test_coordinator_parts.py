@@ -16,7 +16,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.coordinator.reporting.summary import build, mean_ci95
+from dovetail.coordinator.reporting.results import build, mean_ci95
 from dovetail.coordinator.samples.scoring import Finished, Inference, Scorer, Scores, Waiting
 from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.experience_files import ExperienceFiles

@@ -15,7 +15,7 @@ import pytest
 
 from dovetail.coordinator.job import Job
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
-from dovetail.coordinator.loop.iteration_metrics import distinct_responses, equal_groups, iteration_metrics, mean_kl
+from dovetail.coordinator.loop.iteration_report import distinct_responses, equal_groups, iteration_metrics, mean_kl
 from dovetail.coordinator.loop.ppo_stage import PPOStage
 from dovetail.coordinator.reporting.health import REASONS, Rules, UnhealthyError, judge
 from dovetail.coordinator.store.samples import Assignment, Delta, NewSample, ScoreRow

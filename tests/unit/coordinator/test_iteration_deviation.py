@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.coordinator.loop.plan_check import ITERATIONS, Expected, PlanCheck, off
+from dovetail.coordinator.loop.iteration_report import ITERATIONS, Expected, PlanCheck, off
 
 
 def check() -> PlanCheck:

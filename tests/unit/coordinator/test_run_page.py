@@ -14,11 +14,10 @@ from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 
 from dovetail.cli.main import cli
-from dovetail.coordinator.reporting.page.page_documents import NotKept, PageDocuments
+from dovetail.coordinator.reporting.page.page_documents import NotKept, PageDocuments, batch_row
 from dovetail.coordinator.reporting.page.page_health import PHASE_STALLED, advice, silent, stalled_phases
 from dovetail.coordinator.reporting.page.rollout_table import life, table, turns
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
-from dovetail.coordinator.reporting.page.sample_tokens import batch_row
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.store.database import Database
 from dovetail.tools.run_page.demo_run import play, unpack

@@ -14,7 +14,7 @@ from playwright.sync_api import expect, sync_playwright
 from prometheus_client import CollectorRegistry
 
 from dovetail.cli.main import cli
-from dovetail.coordinator.reporting.report.report import write_report
+from dovetail.coordinator.reporting.report import write_report
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT, SampleFiles, evaluation_files, read_rows
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from helpers.cluster import wait_for

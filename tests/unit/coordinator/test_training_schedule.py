@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from dovetail.coordinator.reporting.page.iteration_timeline import schedule_document
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
-from dovetail.coordinator.schedules.scheduling import Scheduling
-from dovetail.coordinator.schedules.stage_schedules import StageSchedules
+from dovetail.coordinator.schedules.scheduling import Scheduling, StageSchedules
 from dovetail.coordinator.schedules.step_commands import StepFacts, ppo_step, supervised_step
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, applies, encode, scheduled
 from dovetail.coordinator.schedules.training_schedule import (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.coordinator.data.blend import Blend, hold_out, split
+from dovetail.coordinator.data.collection import Blend, hold_out, split
 from dovetail.coordinator.data.seeds import derived_seed, sample_seed
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=4)

@@ -15,7 +15,7 @@ import yaml
 from click.testing import CliRunner
 from packaging.requirements import Requirement
 
-from dovetail.cli.common.overrides import apply_overrides
+from dovetail.cli.common.one_line_options import apply_overrides
 from dovetail.cli.entry import start
 from dovetail.cli.main import cli
 from dovetail.cli.run import Follower, event_line, next_steps

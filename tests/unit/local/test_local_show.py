@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from dovetail.coordinator.data.text.chat_template import HumanAssistant
+from dovetail.coordinator.reporting import report
 from dovetail.coordinator.reporting.page.page_documents import encode
-from dovetail.coordinator.reporting.report import report
-from dovetail.coordinator.reporting.report.report import write_report
-from dovetail.coordinator.reporting.report.run_summary import read_summary, show, summary_table
+from dovetail.coordinator.reporting.report import write_report
+from dovetail.coordinator.reporting.run_summary import read_summary, show, summary_table
 from dovetail.coordinator.reporting.summary_rows import binomial_p, duration, outcome, rows
 from dovetail.coordinator.reporting.time_left import TimeLeft, position
 from dovetail.launch.local.progress_bars import Bars, Lines, describe_metrics, time_left

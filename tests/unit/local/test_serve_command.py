@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dovetail.cli import serve_command
+from dovetail.cli import chat_command
 from dovetail.cli.main import cli
 from dovetail.coordinator.data.text.chat_template import HUMAN_ASSISTANT_TEMPLATE
 from dovetail.protocol.errors import RunError
@@ -30,10 +30,8 @@ def run_dir(tmp_path):
 def started(monkeypatch):
     """The commands that would have replaced this process, with their environments."""
     found = []
-    monkeypatch.setattr(
-        serve_command.os, "execve", lambda _, command, environment: found.append((command, environment))
-    )
-    monkeypatch.setattr(serve_command, "require", lambda *_: None)
+    monkeypatch.setattr(chat_command.os, "execve", lambda _, command, environment: found.append((command, environment)))
+    monkeypatch.setattr(chat_command, "require", lambda *_: None)
     return found
 
 
@@ -102,7 +100,7 @@ def test_what_cannot_be_served_is_said_at_once(run_dir, tmp_path, started):
 
 
 def test_heads_that_vllm_does_not_compute_on_cpus(run_dir, started, monkeypatch):
-    monkeypatch.setattr(serve_command, "cuda_devices", list)
+    monkeypatch.setattr(chat_command, "cuda_devices", list)
     (run_dir / "models" / "actor" / "config.json").write_text(json.dumps({"head_dim": 24}))
     found = CliRunner().invoke(cli, ["serve", str(run_dir)])
     assert found.exit_code == 1
@@ -110,7 +108,7 @@ def test_heads_that_vllm_does_not_compute_on_cpus(run_dir, started, monkeypatch)
 
 
 def test_without_vllm_the_extra_is_named(run_dir, monkeypatch):
-    monkeypatch.setattr(serve_command, "cuda_devices", list)
+    monkeypatch.setattr(chat_command, "cuda_devices", list)
     monkeypatch.setattr("dovetail.protocol.process.extras.importlib.util.find_spec", lambda name: None)
     found = CliRunner().invoke(cli, ["serve", str(run_dir)])
     assert found.exit_code == 2

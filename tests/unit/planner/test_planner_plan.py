@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.coordinator.schedules.serial_schedule import serial_1f1b
+from dovetail.coordinator.schedules.step_commands import serial_1f1b
 from dovetail.manifest.sizes import trained_models, world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.make_plan import PlanError, make_plan

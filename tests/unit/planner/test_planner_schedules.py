@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.coordinator.schedules.serial_schedule import serial_1f1b
+from dovetail.coordinator.schedules.step_commands import serial_1f1b
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
 from dovetail.pipelines import ScheduleError

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.coordinator.schedules.serial_schedule import serial_1f1b
+from dovetail.coordinator.schedules.step_commands import serial_1f1b
 from dovetail.gpus.gpu_products import gpu
 from dovetail.manifest.checks.unexecuted import warnings
 from dovetail.manifest.documents import parse

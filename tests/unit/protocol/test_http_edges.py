@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from dovetail.coordinator.reporting.run_records import Timeline
 from dovetail.coordinator.reporting.telemetry import MetricsHistory
-from dovetail.coordinator.reporting.timeline import Timeline
 from dovetail.coordinator.serving.coordinator_routes import PIECE_BYTES, make_app
 from dovetail.coordinator.serving.served_batches import Batches
 from dovetail.coordinator.store.experience_files import ExperienceFiles

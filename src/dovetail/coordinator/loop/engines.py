@@ -30,12 +30,11 @@ from dovetail.coordinator.loop.experience_maker import ExperienceMaker
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.ppo_stage import PPOStage
 from dovetail.coordinator.loop.supervised import SupervisedStages
-from dovetail.coordinator.reporting.installed_versions import installed_versions
 from dovetail.coordinator.reporting.model_card import CardFacts
 from dovetail.coordinator.reporting.model_files import describe_models, list_sizes
 from dovetail.coordinator.reporting.page.page_documents import PageDocuments
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
-from dovetail.coordinator.reporting.run_records import RunRecords
+from dovetail.coordinator.reporting.run_records import RunRecords, installed_versions
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
 from dovetail.coordinator.reporting.trackers.tracker_processes import TrackerProcesses
 from dovetail.coordinator.rewards.calls import Calls

@@ -17,10 +17,10 @@ from dovetail.coordinator.data.seeds import sample_seed
 from dovetail.coordinator.data.text.texts import Texts
 from dovetail.coordinator.job import Job
 from dovetail.coordinator.loop.dynamic_sampling import IterationPrompts, replaced_key
-from dovetail.coordinator.loop.record import record
 from dovetail.coordinator.rewards.calls import Calls, evaluation_slot
 from dovetail.coordinator.samples.device_sharing import Devices
 from dovetail.coordinator.samples.evaluation_metrics import HeldOutAnswer
+from dovetail.coordinator.samples.fusion.account import record
 from dovetail.coordinator.samples.fusion.fused_stage import FusedStage
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.lineup import Turn

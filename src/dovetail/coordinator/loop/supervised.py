@@ -20,7 +20,7 @@ from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import CommandResult, ModelRef, Step
 
 if TYPE_CHECKING:
-    from dovetail.coordinator.schedules.stage_schedules import StageSchedules
+    from dovetail.coordinator.schedules.scheduling import StageSchedules
 
 # checkpoint.everySteps counts PPO iterations. SFT and reward steps are much shorter, so ten of them count as one.
 STEPS_PER_CHECKPOINT_UNIT = 10
@@ -192,7 +192,7 @@ class SupervisedStages:
         schedules: StageSchedules | None = None
         if applies(self._spec, self._plan, stage) and not self._records.store.get(f"{stage.value}/done"):
             # The search loads numba.
-            from dovetail.coordinator.schedules.stage_schedules import StageSchedules
+            from dovetail.coordinator.schedules.scheduling import StageSchedules
 
             store, log = self._records.store, self._records.log
             schedules = StageSchedules(self._spec, self._plan, store, self._models.parent, log, stage)

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.data.seeds import derived_seed
+from dovetail.coordinator.reporting.results import mean_ci95
 from dovetail.coordinator.reporting.run_records import RunRecords
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
-from dovetail.coordinator.reporting.summary import mean_ci95
 from dovetail.coordinator.rewards.calls import evaluation_slot
 from dovetail.coordinator.samples.evaluation_metrics import HeldOutAnswer
 from dovetail.manifest.types import Evaluation, RLHFJobSpec

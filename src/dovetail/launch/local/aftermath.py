@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dovetail.coordinator.reporting.report.report import write_report
+from dovetail.coordinator.reporting.report import write_report
 from dovetail.coordinator.reporting.results import write_final_summary
 from dovetail.launch.supervisor import Outcome
 from dovetail.protocol.errors import RunError

@@ -12,7 +12,7 @@ from typing import Any
 from dovetail.coordinator.reporting.page.overview import last_of_each_step
 from dovetail.coordinator.reporting.page.page_documents import PageDocuments, encode
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
-from dovetail.coordinator.reporting.report.run_summary import read_summary
+from dovetail.coordinator.reporting.run_summary import read_summary
 from dovetail.coordinator.reporting.sample_files import Row, best_and_worst
 from dovetail.protocol.errors import RunError
 from dovetail.protocol.files.durable import write_whole

@@ -1,1 +1,0 @@
-"""Makes a run's report and the figures in it."""
