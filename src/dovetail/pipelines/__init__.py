@@ -34,7 +34,7 @@ from dovetail.pipelines.problem import ModelPipelines, ProblemError, SchedulePro
 from dovetail.pipelines.schedule import DeadlockError, Pass, Schedule, document, evaluate
 from dovetail.pipelines.search.find import Choice, choose, find
 from dovetail.pipelines.search.rounds import SearchEffort
-from dovetail.pipelines.simulate import Floats, Ints, one_f_one_b, simulate_1f1b
+from dovetail.pipelines.simulate import Floats, Ints, one_f_one_b
 
 __all__ = [
     "ALONE",
@@ -75,6 +75,5 @@ __all__ = [
     "lower_bound",
     "one_f_one_b",
     "serial_memory",
-    "simulate_1f1b",
     "steps",
 ]

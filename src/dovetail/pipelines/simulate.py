@@ -43,27 +43,6 @@ def one_f_one_b(stages: int, stage: int, micro_batches: int, backward: Sequence[
     return [F] * warm_up + [*back, F] * (micro_batches - warm_up) + back * warm_up
 
 
-def simulate_1f1b(forward: Floats, backward: Floats, latency: float = 0.0) -> Floats:
-    """The ends of all passes of one pipeline under 1F1B, (2, stages, micro-batches), first of forwards and then of
-    backwards.
-
-    `forward`, `backward`: times of the passes, (stages, micro-batches). `latency`: time of a message to a neighbouring
-    stage. The makespan is the largest end. A pass starts at its end less its time."""
-    stages, count = forward.shape
-    duration = np.zeros((1, KINDS, stages, count))
-    duration[0, F], duration[0, B] = forward, backward
-    before, after = np.full((2, 1, stages, 2), -1, dtype=np.int64)
-    before[0, 1:, 0], before[0, 1:, 1] = 0, np.arange(stages - 1)
-    after[0, :-1, 0], after[0, :-1, 1] = 0, np.arange(1, stages)
-    orders = np.array([one_f_one_b(stages, stage, count) for stage in range(stages)], dtype=np.int64)
-    number, finish = np.array([count], dtype=np.int64), np.zeros_like(duration)
-    never = np.zeros((1, 1, 1), dtype=np.int64)
-    latencies = np.full((1, 2, stages), latency)
-    run_orders(orders, duration, before, after, number, number, never, (0.0,), latencies, False, finish)
-    ends: Floats = finish[0, :W]
-    return ends
-
-
 @part
 def opens(m, block, wait, step, closed, closing, n, far):  # type: ignore[no-untyped-def]
     """When the mini-batch `block` of chunk m may begin: after the optimizer steps that it waits for. `far`: not yet

@@ -25,7 +25,6 @@ from dovetail.pipelines import (
     family_of,
     find,
     fixed_orders,
-    simulate_1f1b,
 )
 from dovetail.planner.candidate import INFERENCE, Candidate, Share, Task
 from dovetail.planner.lags import DrawnIterations, Parts
@@ -51,26 +50,40 @@ class Bar(NamedTuple):
 def play_training(candidate: Candidate, costs: GPUCosts, tokens: Ints, begun: float = 0.0) -> tuple[float, list[Bar]]:
     """Simulates training, which begins at second `begun`. Returns its seconds, and what the GPUs do.
 
-    `tokens`, (batch,): the tokens of each sample's prompt and response. Mini-batches take the samples in order."""
+    `tokens`, (batch,): the tokens of each sample's prompt and response. Mini-batches take the samples in order. Models
+    that share no schedule train by 1F1B, one after the other if they share GPUs."""
     work = costs.work
     plain = replace(work, response=_flat(work.response), prompt=_flat(work.prompt))
-    actor, critic = GPUCosts(plain, costs.inventory).steps(candidate)
-    if actor is None:
-        return 0.0, []
+    steps = GPUCosts(plain, costs.inventory).steps(candidate)
+    shares = (candidate.actor_training[:1], candidate.critic_training[:1])
+    models = [
+        _Trained(name, share[0], step)
+        for name, share, step in zip(("actor", "critic"), shares, steps, strict=True)
+        if step is not None
+    ]
+    groups, family = [[model] for model in models], FAMILY["Serial"]
+    if len(models) == 2 and _shared(*models):
+        groups, family = [models], (UNSPLIT if candidate.unsplit else FAMILY)[candidate.schedule]
     mini = min(work.mini_batch, work.batch)
     mean = float(plain.prompt.mean + plain.response.mean)
-    now, bars = begun, []
-    shared = critic is not None and _shared(candidate, actor, critic)
+    now, bars = begun, list[Bar]()
     for _ in range(work.epochs):
         for k in range(max(1, work.batch // work.mini_batch)):
-            relative = tokens[k * mini : (k + 1) * mini] / mean
-            if critic is not None and shared:
-                taken, new = _both(candidate, actor, critic, relative, now)
-            else:
-                taken, new = _separate(candidate, actor, critic, relative, now)
-            now += taken
-            bars += new
+            end = now
+            for group in groups:
+                begin = end if group[0].share.overlaps(models[0].share) else now
+                ended, new = _step(group, family, tokens[k * mini : (k + 1) * mini] / mean, begin)
+                end, bars = max(end, ended), bars + new
+            now = end
     return now - begun, bars
+
+
+class _Trained(NamedTuple):
+    """A model that trains, and the times of its optimizer step."""
+
+    name: str
+    share: Share
+    step: StepTimes
 
 
 def _flat(lengths: Lengths) -> Lengths:
@@ -91,45 +104,37 @@ def deal(relative: Floats, share: Share, step: StepTimes) -> list[Floats]:
     return [np.array([sum(rank[m::count]) / step.samples for m in range(count)]) for rank in ranks]
 
 
-def _shared(candidate: Candidate, actor: StepTimes, critic: StepTimes) -> bool:
+def _shared(actor: _Trained, critic: _Trained) -> bool:
     """Whether one schedule can hold both models. They need the same GPUs and tp, and one pp must divide the other."""
-    a, k = candidate.actor_training[0], candidate.critic_training[0]
-    if not a.same_ranks(k) or max(a.pp, k.pp) == 1:
-        return False
+    a, k = actor.share, critic.share
     positions = math.lcm(a.pp, k.pp)
+    if not a.same_ranks(k) or positions == 1:
+        return False
     if positions not in (a.pp, k.pp) or a.dp % (positions // a.pp) or k.dp % (positions // k.pp):
         return False
-    return actor.micro_batches * positions // a.pp == critic.micro_batches * positions // k.pp
+    return actor.step.micro_batches * positions // a.pp == critic.step.micro_batches * positions // k.pp
 
 
-def _both(
-    candidate: Candidate, actor: StepTimes, critic: StepTimes, relative: Floats, now: float
-) -> tuple[float, list[Bar]]:
-    shares = candidate.actor_training[0], candidate.critic_training[0]
-    positions = max(share.pp for share in shares)
-    copies = shares[0].dp // (positions // shares[0].pp)
-    dealt = [deal(relative, share, step) for share, step in zip(shares, (actor, critic), strict=True)]
-    family = (UNSPLIT if candidate.unsplit else FAMILY)[candidate.schedule]
-    longest, bars = 0.0, []
+def _step(models: Sequence[_Trained], family: str, relative: Floats, now: float) -> tuple[float, list[Bar]]:
+    """Simulates an optimizer step of models that share a schedule. It begins at second `now`. Returns when it ends."""
+    share, positions = models[0].share, max(model.share.pp for model in models)
+    copies = share.dp // (positions // share.pp)
+    dealt = [deal(relative, model.share, model.step) for model in models]
+    end, bars = now, list[Bar]()
     for copy in range(copies):
-        lengths = []
-        for share, ranks in zip(shares, dealt, strict=True):
-            pipelines = positions // share.pp
-            lengths.append(np.array([ranks[k * copies + copy] for k in range(pipelines)]))
-        schedule = _schedule(actor, critic, lengths[0], lengths[1], family)
-        longest = max(longest, schedule.makespan)
-        share = shares[0]
+        lengths = [np.array(ranks[copy::copies]) for ranks in dealt]
+        schedule = _schedule(tuple(model.step for model in models), lengths, family)
+        end = max(end, now + schedule.makespan)
         for p in schedule.passes():
-            name = f"{p.model} {p.kind}{p.micro_batch}"
-            bars += _bars(share, p.rank * copies + copy, name, now + p.start, now + p.end)
-    fixed = actor.fixed + critic.fixed
-    bars += _steps(shares[0], "optimizer", now + longest, now + longest + fixed)
-    return longest + fixed, bars
+            name, group = f"{p.model} {p.kind}{p.micro_batch}", p.rank * copies + copy
+            bars += _bars(share, range(group * share.tp, (group + 1) * share.tp), name, now + p.start, now + p.end)
+    stepped = end + sum(model.step.fixed for model in models)
+    return stepped, bars + _bars(share, range(share.gpus), "optimizer", end, stepped)
 
 
-def _problem(actor: StepTimes, critic: StepTimes, lengths: Sequence[Floats]) -> ScheduleProblem:
+def _problem(steps: Sequence[StepTimes], lengths: Sequence[Floats]) -> ScheduleProblem:
     models = []
-    for name, step, relative in zip(("actor", "critic"), (actor, critic), lengths, strict=True):
+    for name, step, relative in zip(("actor", "critic"), steps, lengths, strict=False):
         each = np.maximum(relative, 1e-3)[:, None, :]
         pipelines, count = relative.shape
         shape = (pipelines, step.stages, count)
@@ -143,63 +148,26 @@ def _problem(actor: StepTimes, critic: StepTimes, lengths: Sequence[Floats]) -> 
                 pipelines=pipelines,
             )
         )
-    return ScheduleProblem((models[0], models[1]), max(actor.hop, critic.hop))
+    return ScheduleProblem(tuple(models), max(step.hop for step in steps))
 
 
-def _schedule(actor: StepTimes, critic: StepTimes, a: Floats, k: Floats, name: str) -> Schedule:
-    problem, family = _problem(actor, critic, (a, k)), family_of(name)
-    instance = family_instance(problem, family)
+def _schedule(steps: tuple[StepTimes, ...], lengths: Sequence[Floats], name: str) -> Schedule:
+    family = family_of(name)
+    instance = family_instance(_problem(steps, lengths), family)
     if family.fixed:
         return evaluate(instance, fixed_orders(instance, family), family.name)
-    orders = _orders(actor, critic, (a.shape[0], a.shape[1]), (k.shape[0], k.shape[1]), family.name)
-    return evaluate(instance, orders, family.name)
+    return evaluate(instance, _orders(steps, tuple(each.shape for each in lengths), family.name), family.name)
 
 
 @lru_cache(maxsize=64)
-def _orders(actor: StepTimes, critic: StepTimes, a: tuple[int, int], k: tuple[int, int], family: str) -> Ints:
+def _orders(steps: tuple[StepTimes, ...], shapes: tuple[tuple[int, ...], ...], family: str) -> Ints:
     """The order of passes that the search finds for micro-batches of equal length."""
-    problem = _problem(actor, critic, (np.ones(a), np.ones(k)))
-    found = find(problem, family_of(family), EFFORT)
-    return found.orders
+    return find(_problem(steps, [np.ones(shape) for shape in shapes]), family_of(family), EFFORT).orders
 
 
-def _separate(
-    candidate: Candidate, actor: StepTimes, critic: StepTimes | None, relative: Floats, now: float
-) -> tuple[float, list[Bar]]:
-    """Simulates each model by 1F1B. If the models share GPUs, they run one after the other."""
-    mine, bars = candidate.actor_training[0], []
-    first, new = _alone("actor", mine, actor, relative, now)
-    bars += new
-    if critic is None:
-        return first, bars
-    other = candidate.critic_training[0]
-    start = now + first if mine.overlaps(other) else now
-    second, new = _alone("critic", other, critic, relative, start)
-    return max(first, start - now + second), bars + new
-
-
-def _alone(model: str, share: Share, step: StepTimes, relative: Floats, now: float) -> tuple[float, list[Bar]]:
-    longest, bars = 0.0, []
-    for rank, lengths in enumerate(deal(relative, share, step)):
-        times = np.multiply.outer([step.forward, step.backward], np.tile(lengths, (step.stages, 1)))
-        ends = simulate_1f1b(times[0], times[1], step.hop)
-        longest = max(longest, float(ends.max()))
-        for (kind, stage, m), ended in np.ndenumerate(ends):
-            end = now + float(ended)
-            start, name = end - float(times[kind, stage, m]), f"{model} {'FB'[kind]}{m}"
-            bars += _bars(share, stage * share.dp + rank, name, start, end)
-    bars += _steps(share, f"{model} step", now + longest, now + longest + step.fixed)
-    return longest + step.fixed, bars
-
-
-def _steps(share: Share, name: str, start: float, end: float) -> list[Bar]:
-    return [Bar(share.pool, gpu, "trainer", name, start, end) for gpu in share.range]
-
-
-def _bars(share: Share, group: int, name: str, start: float, end: float) -> list[Bar]:
-    """The same span on each GPU of one tensor-parallel group. `group`: its number in the share."""
-    first = share.first + group * share.tp
-    return [Bar(share.pool, gpu, "trainer", name, start, end) for gpu in range(first, first + share.tp)]
+def _bars(share: Share, gpus: range, name: str, start: float, end: float) -> list[Bar]:
+    """The same span on some GPUs of a share, which are counted from its first."""
+    return [Bar(share.pool, share.first + gpu, "trainer", name, start, end) for gpu in gpus]
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ from dovetail.pipelines import (
     ModelPipelines,
     ScheduleProblem,
     SearchEffort,
+    evaluate,
+    family_instance,
     family_of,
     find,
+    fixed_orders,
     one_f_one_b,
-    simulate_1f1b,
 )
 from dovetail.pipelines.compat import kernel
 from dovetail.pipelines.schedule import timing_arguments
@@ -45,13 +47,23 @@ def relaxed(orders, duration, before, after, latency):
     raise AssertionError("the orders have a cycle")
 
 
+def one_model(forward, backward, latency=0.0):
+    """The ends of one model's passes under 1F1B, (2, stages, micro-batches)."""
+    model = ModelPipelines("actor", *forward.shape, forward[None], backward[None])
+    instance = family_instance(ScheduleProblem((model,), latency), family_of("serial"))
+    ends = np.zeros((2, *forward.shape))
+    for p in evaluate(instance, fixed_orders(instance, family_of("serial"))).passes():
+        ends["FB".index(p.kind), p.rank, p.micro_batch] = p.end
+    return ends
+
+
 @pytest.mark.slow
 @given(st.integers(1, 6), st.integers(1, 12), st.floats(0, 2), st.integers(0, 2**32))
 @settings(max_examples=30, deadline=None)
 def test_1f1b_of_unequal_micro_batches(stages, count, latency, seed):
     rng = np.random.default_rng(seed)
     forward, backward = rng.uniform(1, 3, (2, stages, count))
-    ends = simulate_1f1b(forward, backward, latency)
+    ends = one_model(forward, backward, latency)
     orders = [one_f_one_b(stages, stage, count) for stage in range(stages)]
     before = np.array([[(0, stage - 1) for stage in range(stages)]])
     after = np.array([[(0, stage + 1 if stage + 1 < stages else -1) for stage in range(stages)]])
@@ -62,7 +74,7 @@ def test_1f1b_of_unequal_micro_batches(stages, count, latency, seed):
 
 
 def test_1f1b_of_equal_stages_is_its_formula():
-    ends = simulate_1f1b(np.full((4, 8), 1.0), np.full((4, 8), 2.0))
+    ends = one_model(np.full((4, 8), 1.0), np.full((4, 8), 2.0))
     assert ends.max() == (8 + 4 - 1) * 3
 
 
@@ -148,9 +160,10 @@ def test_few_passes_are_simulated_without_numba():
     """As those of a job without pipelines, whose coordinator then starts in less time."""
     code = (
         "import sys\n"
-        "from dovetail.pipelines import one_f_one_b, simulate_1f1b\n"
-        "import numpy as np\n"
-        "print(simulate_1f1b(np.ones((2, 4)), np.ones((2, 4)), 0.0).max(), 'numba' in sys.modules)\n"
+        "from dovetail.pipelines import *\n"
+        "serial = family_of('serial')\n"
+        "i = family_instance(ScheduleProblem((ModelPipelines('actor', 2, 4, 1.0, 1.0),)), serial)\n"
+        "print(evaluate(i, fixed_orders(i, serial)).makespan, 'numba' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.split() == ["10.0", "False"]
