@@ -30,7 +30,7 @@ DRILL_ARGS ?=
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
 
-install: $(STAMP) ## Install into .venv; does nothing when that is current
+install: $(STAMP) $(KERNELS) ## Install into .venv, compiled; does nothing when that is current
 
 $(BIN)/uv:
 	@test -n "$(PYTHON)" || { echo "no python3.11, python3.12 or python3.13 here; or give PYTHON=/path/to/one"; exit 2; }
@@ -40,6 +40,8 @@ $(BIN)/uv:
 $(STAMP): requirements/cpu.txt pyproject.toml | $(BIN)/uv
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip sync --require-hashes requirements/cpu.txt
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --no-deps --build-constraint requirements/build.txt --editable .
+	@echo "Compiling what jobs import to bytecode (about 20 seconds)"
+	@OMP_NUM_THREADS=1 $(BIN)/python hack/compile_imports.py
 	@touch $@
 
 # What a rollout image has, for the pods of test clusters: each vLLM server would take ten seconds to find it out.
@@ -47,9 +49,11 @@ $(MODEL_INFOS): $(STAMP)
 	$(BIN)/python -m dovetail.rollout.serving.model_infos
 	@touch $@
 
-# The kernels of the schedule search. Several processes of a test run would each compile them, for half a minute.
+# The kernels of the schedule search. A user's first search, and several processes of a test run, would each compile
+# them.
 $(KERNELS): $(STAMP) $(shell grep -lE '^@(light_)?kernel' -r src/dovetail/pipelines --include=*.py)
-	$(BIN)/python hack/compile_kernels.py
+	@echo "Compiling the kernels of the schedule search (about half a minute)"
+	@$(BIN)/python hack/compile_kernels.py
 	@touch $@
 
 # What the tests of the Helm chart run. All checkouts share them, in ~/.cache/dovetail.

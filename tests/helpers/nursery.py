@@ -197,25 +197,8 @@ def _become(request: dict[str, Any], parent: int, log: int, kept: int) -> NoRetu
     zygote._finish(code)
 
 
-# What the processes of a job import at their start and later, beside what is preloaded for users' jobs.
-IMPORTS = (
-    "dovetail.coordinator.main",
-    "dovetail.rollout.scoring.scorer",
-    "dovetail.rollout.serving.vllm_server",
-    "dovetail.trainer.rank.life",
-    "anyio._backends._asyncio",
-    "datasets",
-    "numba",
-    "tensorboard.summary",
-    "uvicorn.protocols.websockets.auto",
-    "vllm.entrypoints.generate.structured_decisions.api_router",
-    "vllm.entrypoints.openai.responses.api_router",
-    "vllm.entrypoints.scale_out.render.api_router",
-    "vllm.entrypoints.serve.sagemaker.api_router",
-    "vllm.model_executor.layers.quantization.online.base",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm.v1.core.sched.scheduler",
-)
+# What a coordinator imports, and trainers of some jobs, beside what is preloaded for users' jobs.
+IMPORTS = ("dovetail.coordinator.main", "datasets", "numba", "tensorboard.summary")
 
 
 def import_for_jobs() -> None:
@@ -234,22 +217,12 @@ def wait_without_spinning() -> None:
     vars(shm_broadcast)["sched_yield"] = lambda: time.sleep(0.001)
 
 
-def replace_triton_kernels() -> None:
-    """A vLLM server on CPUs has functions of its own in place of Triton kernels. It looks for these in all modules,
-    which takes half a CPU second. The servers that are forked from here find it done."""
-    from vllm.platforms import current_platform
-
-    current_platform.register_triton_kernel_overrides()
-    mock.patch.object(type(current_platform), "register_triton_kernel_overrides").start()
-
-
 def serve(channel: socket.socket, parent: int) -> None:
     """The process that has the imports, of a tests' process `parent`."""
     endings.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module, _, function = PRELOAD.partition(":")
     getattr(importlib.import_module(module), function)()
-    replace_triton_kernels()  # before the imports of what a server has not: vLLM stumbles over it
     import_for_jobs()
     wait_without_spinning()
     assert threading.active_count() == 1, "a process with threads cannot be forked safely"

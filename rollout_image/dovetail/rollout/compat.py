@@ -107,6 +107,11 @@ PRIVATE = (
         "vLLM sets spawn for CPU workers here; a fork shares the imports of the server, which take 15 s",
     ),
     Private(
+        "vllm.platforms.cpu:CpuPlatform.register_triton_kernel_overrides",
+        SEEN,
+        "each server would look through all modules for Triton kernels, for half a CPU second; the forkserver does it",
+    ),
+    Private(
         "vllm.config:VllmConfig.use_v2_model_runner",
         SEEN,
         "which of its two model runners vLLM has chosen, and so how it draws samples",
@@ -346,6 +351,19 @@ def fork_engine_core() -> None:
 
     check_and_update_config.forks = True  # type: ignore[attr-defined]
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def replace_triton_kernels() -> None:
+    """Put vLLM's functions for CPUs in place of its Triton kernels, once for all processes that are forked from this
+    one (CPU only). vLLM stumbles over some modules that a server does not import, so call it before their imports."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.register_triton_kernel_overrides()
+    CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
 def fill_rows_on_cpus() -> None:

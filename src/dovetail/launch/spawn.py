@@ -21,6 +21,7 @@ from dovetail.protocol.process.env import started_with
 from dovetail.protocol.process.pulse import PULSE
 
 PRELOAD = "dovetail.rollout.serving.preload:preload"
+PRELOAD_TRAINERS = "dovetail.rollout.serving.preload:preload_trainers"  # for a job without rollouts
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ class ExecSpawner(Spawner):
 
 
 class ForkSpawner(Spawner):
-    """Forks from a process that has already imported torch and vLLM. It is quick, and is used on machines without
-    GPUs."""
+    """Forks from a process that has already imported torch, and vLLM unless `preload` is set to PRELOAD_TRAINERS. It is
+    quick, and is used on machines without GPUs."""
 
     preload = PRELOAD

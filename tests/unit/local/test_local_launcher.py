@@ -8,6 +8,8 @@ import shutil
 import signal
 import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from dovetail.launch.local.launcher import Launcher, Stopwatch, spawn_kind
 from dovetail.launch.local.rundir import RunDir, explained
 from dovetail.launch.ports import PortReservation
 from dovetail.launch.processes import port_names, render
+from dovetail.launch.spawn import ForkSpawner
 from dovetail.manifest.types import Parallelism, RLHFJob
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
@@ -586,6 +589,29 @@ def test_processes_read_files_as_utf_8_in_any_locale(tmp_path, monkeypatch):
     with launcher:
         assert launcher.specs
         assert {spec.env["PYTHONUTF8"] for spec in launcher.specs} == {"1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rollouts", [CPU_PLAN.rollouts, []], ids=["with rollouts", "without"])
+def test_only_a_job_with_rollouts_waits_for_vllm(tmp_path, monkeypatch, rollouts):
+    made = []
+
+    class Noted(ForkSpawner):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setenv("DOVETAIL_SPAWN", "fork")
+    monkeypatch.setattr("dovetail.launch.local.launcher.ForkSpawner", Noted)
+    plan = CPU_PLAN.model_copy(update={"rollouts": rollouts})
+    with Launcher(a_job(CPU), plan, tmp_path / "run"):
+        [forker] = made
+    module, _, function = forker.preload.partition(":")
+    program = f"import sys, {module}; {module}.{function}(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600)
+    imported = set(done.stdout.split())
+    assert {"dovetail.trainer.rank.life", "torch"} <= imported
+    assert ("vllm" in imported) == ("dovetail.rollout.scoring.scorer" in imported) == bool(rollouts)
 
 
 def watched(run_dir, on_step):

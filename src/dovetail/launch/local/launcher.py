@@ -23,7 +23,7 @@ from dovetail.launch.local.aftermath import DiskWatch, give_back, reserve, with_
 from dovetail.launch.local.rundir import RunDir
 from dovetail.launch.ports import PortReservation
 from dovetail.launch.processes import HOST, ProcessSpec, port_names, render
-from dovetail.launch.spawn import ExecSpawner, ForkSpawner, Spawner
+from dovetail.launch.spawn import PRELOAD_TRAINERS, ExecSpawner, ForkSpawner, Spawner
 from dovetail.launch.supervisor import JobRestarts, Outcome, Supervisor, cpu_threads
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.protocol.errors import RunError, UsageError
@@ -254,6 +254,8 @@ class Launcher:
         shared: Spawner = direct
         if kind == "fork":
             shared = ForkSpawner(zygote_env | pulse("forker"), log, "forker")
+            if not self._plan.rollouts:
+                shared.preload = PRELOAD_TRAINERS
         policy = self._job.spec.failure_policy
         self._supervisor = Supervisor(
             [(spec, shared if spec.shares_imports else direct) for spec in self.specs],
