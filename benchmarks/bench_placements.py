@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dovetail.manifest.types import RLHFJob
-from dovetail.tools.calibrate.measure import run_one
+from dovetail.tools.calibrate.short_jobs import run_one
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
 AS_IT_IS = "separation, pp 2"

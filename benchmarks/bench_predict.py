@@ -39,8 +39,8 @@ from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.files.machine_profile import Machine
 from dovetail.tools.calibrate import JobShape, calibration_jobs, observe, variant, warmup
 from dovetail.tools.calibrate.fit import MeasuredIteration, fit
-from dovetail.tools.calibrate.measure import cores, end_rate, run_one
 from dovetail.tools.calibrate.observe import PHASES
+from dovetail.tools.calibrate.short_jobs import cores, end_rate, run_one
 
 LAYERS = 4
 BASE = Settings(batch=32, mini_batches=2, max_new_tokens=96)

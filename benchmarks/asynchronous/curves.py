@@ -17,7 +17,7 @@ from dovetail.coordinator.reporting.page.overview import last_of_each_step
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
 from dovetail.manifest.documents import parse
 from dovetail.manifest.types import RLHFJob
-from dovetail.tools.calibrate.measure import run_one
+from dovetail.tools.calibrate.short_jobs import run_one
 
 ITERATIONS, SAMPLES = 30, 64
 # The iterations at the end that count.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dovetail.protocol.process.exit_codes import JOB_FAILED
+from dovetail.protocol.process.endings import JOB_FAILED
 from helpers.finished_runs import report_answers
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.tools.run_page.demo_run import recorded
-from dovetail.tools.run_page.page_server import make_page_app
-from dovetail.tools.run_page.run_list import RunList
+from dovetail.tools.run_page.page_server import RunList, make_page_app
 from helpers.fake_kube import ServerThread
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import torch
 
-from dovetail.coordinator.workers import probing
+from dovetail.coordinator.workers import publishing
 from dovetail.coordinator.workers.offers import ReceiverError, push_offer
 from dovetail.protocol.messages import Offer, Probe, Publish, Receiver
 from helpers.vllm_servers import TOKEN, Server
@@ -84,7 +84,7 @@ def probe_of(model: Any, version: int, temperature: float = 1.0) -> Probe:
 async def prove(session: aiohttp.ClientSession, url: str, probe: Probe, dtype: str = "float32") -> str | None:
     """Why a server may not serve what it took, or None: it does from now on. `dtype`: the server's."""
     try:
-        await probing.prove(session, probing.ProbedServer(url, dtype=dtype), probe, probe.version)
+        await publishing.prove(session, publishing.ProbedServer(url, dtype=dtype), probe, probe.version)
     except ReceiverError as error:
         return str(error)
     return None

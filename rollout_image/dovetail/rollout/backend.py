@@ -51,7 +51,7 @@ class RolloutBackend(Protocol):
 
     def serve(self, plan: ServerPlan) -> int:
         """Register with the coordinator every two seconds and serve at `plan.env.host` and `plan.env.port` until
-        SIGTERM. Returns the exit code (`dovetail.protocol.process.exit_codes`)."""
+        SIGTERM. Returns the exit code (`dovetail.protocol.process.endings`)."""
         ...
 
 

@@ -12,8 +12,7 @@ import yaml
 from rich.console import Console
 
 from dovetail.cli.common.plan_inputs import configurations, hardware, inventory, local_profile
-from dovetail.cli.common.plan_tables import plan_tables
-from dovetail.cli.common.prediction_tables import pod_memory_table, prediction_tables
+from dovetail.cli.common.plan_tables import plan_tables, pod_memory_table, prediction_tables
 from dovetail.cli.job_arguments import load_job, manifest_argument, new_file, read_job, set_option
 from dovetail.gpus.gpu_products import GPU
 from dovetail.manifest.sizes import owner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dovetail.cli.common.prediction_tables import (
+from dovetail.cli.common.plan_tables import (
     alternative_row,
     gpu_range,
     memory_row,

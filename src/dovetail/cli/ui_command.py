@@ -55,8 +55,7 @@ def ui(runs_folder: Path | None, demo: bool, host: str, port: int, show: bool) -
 async def _serve(folder: Path | None, scratch: Path, host: str, port: int, show: bool) -> None:
     """Serve the page until Ctrl-C. `folder`: the folder of runs. None: play the demo in `scratch`."""
     from dovetail.tools.run_page.demo_run import play, unpack
-    from dovetail.tools.run_page.page_server import LOOPBACK, make_page_app, page_server
-    from dovetail.tools.run_page.run_list import RunList
+    from dovetail.tools.run_page.page_server import LOOPBACK, RunList, make_page_app, page_server
 
     mine = host in (*LOOPBACK, "::1")
     about: dict[str, Any] = {"source": "folder", "demo": folder is None, "version": version()}

@@ -29,8 +29,8 @@ from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.eventlog import EventLog
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.debugger import wait_for_debugger
+from dovetail.protocol.process.endings import JOB_FAILED
 from dovetail.protocol.process.env import ProcessEnv
-from dovetail.protocol.process.exit_codes import JOB_FAILED
 from dovetail.protocol.process.pulse import Pulse
 
 CRASHED = 1

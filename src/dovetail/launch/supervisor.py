@@ -17,7 +17,7 @@ from dovetail.launch.liveness import Liveness
 from dovetail.launch.processes import ProcessSpec
 from dovetail.launch.spawn import Event, Exited, Spawner, Started
 from dovetail.protocol.process import endings
-from dovetail.protocol.process.exit_codes import BAD_CONFIGURATION, JOB_FAILED
+from dovetail.protocol.process.endings import BAD_CONFIGURATION, JOB_FAILED
 from dovetail.protocol.process.process_names import COORDINATOR
 
 FIRST_DELAY_SECONDS = 0.2

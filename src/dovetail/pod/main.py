@@ -35,8 +35,8 @@ from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.protocol.http import direct
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process import env
+from dovetail.protocol.process.endings import BAD_CONFIGURATION
 from dovetail.protocol.process.env import ProcessEnv
-from dovetail.protocol.process.exit_codes import BAD_CONFIGURATION
 from dovetail.protocol.process.process_names import (
     SCORER_MODULE,
     SERVER_MODULE,

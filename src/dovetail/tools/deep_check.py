@@ -21,8 +21,7 @@ from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.coordinator.data.text.chat_template import chat_format
 from dovetail.coordinator.data.text.tokenize import Encoder
 from dovetail.coordinator.reporting.sample_texts import printable
-from dovetail.coordinator.rewards.calls import Calls, RewardError
-from dovetail.coordinator.rewards.rehearsal import rehearse
+from dovetail.coordinator.rewards.calls import Calls, RewardError, rehearse
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.samples.evaluation_metrics import EvaluationMetrics
 from dovetail.gpus.nvidia_driver import Device, driver_devices

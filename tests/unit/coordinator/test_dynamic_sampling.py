@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dovetail.coordinator.data.prepare import PromptRecord
-from dovetail.coordinator.loop.dynamic_sampling import IterationPrompts, equal_prompts, replaced_key
+from dovetail.coordinator.loop.experience_maker import IterationPrompts, equal_prompts, replaced_key
 from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.planner.make_plan import make_plan

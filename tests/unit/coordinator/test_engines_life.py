@@ -24,8 +24,8 @@ from dovetail.coordinator.workers.trainer_group import POLL_SECONDS
 from dovetail.operator.reconcile.progress import judged
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.messages import JoinReply, JoinRequest
+from dovetail.protocol.process.endings import JOB_FAILED
 from dovetail.protocol.process.env import ProcessEnv
-from dovetail.protocol.process.exit_codes import JOB_FAILED
 from helpers.free_ports import free_port
 from helpers.jobs import tiny_job
 

@@ -27,8 +27,8 @@ from dovetail.manifest.types import DataSource, Stage
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.eventlog import EventLog
 from dovetail.protocol.files.durable import write_json
+from dovetail.protocol.process.endings import JOB_FAILED
 from dovetail.protocol.process.env import ProcessEnv
-from dovetail.protocol.process.exit_codes import JOB_FAILED
 from helpers.finished_runs import history_of, report_answers
 from helpers.jobs import tiny_job
 

@@ -14,8 +14,7 @@ import pytest
 
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.data.text.texts import Texts
-from dovetail.coordinator.loop.dynamic_sampling import IterationPrompts
-from dovetail.coordinator.loop.experience_maker import ExperienceAssembly, ExperienceMaker
+from dovetail.coordinator.loop.experience_maker import ExperienceAssembly, ExperienceMaker, IterationPrompts
 from dovetail.coordinator.samples.dispatch import Speeds
 from dovetail.coordinator.samples.in_flight import GenerationSettings, InFlight, Work
 from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, ScoreRow, State

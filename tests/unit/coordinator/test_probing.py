@@ -10,7 +10,7 @@ from unittest import mock
 import aiohttp
 import pytest
 
-from dovetail.coordinator.workers import probing, publishing
+from dovetail.coordinator.workers import publishing
 from dovetail.coordinator.workers.publishing import Published, Publisher
 from dovetail.protocol.messages import CALLED_OFF, Probe
 from helpers.fake_updates import FakeTrainers, UpdatableVllm
@@ -94,7 +94,7 @@ def test_it_may_serve_again_once_it_passes() -> None:
 
 
 def test_a_server_that_does_not_answer_its_probe_fails_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "PROBE_SECONDS", 0.3)
+    monkeypatch.setattr(publishing, "PROBE_SECONDS", 0.3)
     good, frozen = UpdatableVllm("good"), UpdatableVllm("frozen")
     frozen.hangs = True
     published = publish([good, frozen])
@@ -113,16 +113,16 @@ def test_an_answer_that_is_none_is_a_failure(answer: Any) -> None:
 
 def test_numbers_that_are_none_fail() -> None:
     probe = Probe(version=2, tokens=[1, 2], logprobs=[-1.0], dtype="float32")
-    assert "version 2" in (probing.verdict(probe, [float("nan")], "float32") or "")
+    assert "version 2" in (publishing.verdict(probe, [float("nan")], "float32") or "")
 
 
 def test_the_limit_is_that_of_the_coarser_dtype() -> None:
-    assert probing.tolerance("float32", "float32") == 0.01
-    assert probing.tolerance("float32", "bfloat16") == probing.tolerance("bfloat16", "float32") == 0.5
-    assert probing.tolerance("bfloat16", None) == 2.0, "quantised"
+    assert publishing.tolerance("float32", "float32") == 0.01
+    assert publishing.tolerance("float32", "bfloat16") == publishing.tolerance("bfloat16", "float32") == 0.5
+    assert publishing.tolerance("bfloat16", None) == 2.0, "quantised"
     probe = Probe(version=2, tokens=[1, 2, 3], logprobs=[-1.0, -2.0], dtype="bfloat16")
-    assert probing.verdict(probe, [-1.3, -2.1], "bfloat16") is None
-    assert probing.verdict(probe, [-8.3, -2.1], "bfloat16") is not None
+    assert publishing.verdict(probe, [-1.3, -2.1], "bfloat16") is None
+    assert publishing.verdict(probe, [-8.3, -2.1], "bfloat16") is not None
 
 
 def test_a_prompt_never_exceeds_what_the_server_takes() -> None:
@@ -149,7 +149,7 @@ def test_without_a_probe_whole_weights_are_served() -> None:
     async def work(publisher: Publisher) -> None:
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
             server.arrived = 7
-            await probing.prove(session, probing.ProbedServer(server.url), None, 7)
+            await publishing.prove(session, publishing.ProbedServer(server.url), None, 7)
 
     with_servers([server], work)
     assert server.weight_version == 7

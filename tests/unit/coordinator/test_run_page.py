@@ -21,8 +21,7 @@ from dovetail.coordinator.reporting.page.run_folder import RunFolder
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.store.database import Database
 from dovetail.tools.run_page.demo_run import play, unpack
-from dovetail.tools.run_page.page_server import coordinator_port
-from dovetail.tools.run_page.run_list import RunList, at_work
+from dovetail.tools.run_page.page_server import RunList, at_work, coordinator_port
 from helpers.demo_runs import TOKEN, append, demo_runs, serve_page
 from helpers.fake_jobs_api import Run
 from helpers.fake_kube import ServerThread

@@ -11,7 +11,7 @@ from dovetail.kube import names
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.reconcile.reconcile import SENT_SECONDS
 from dovetail.operator.reconcile.rootcause import lost_node
-from dovetail.protocol.process.exit_codes import JOB_FAILED
+from dovetail.protocol.process.endings import JOB_FAILED
 from dovetail.protocol.process.process_names import COORDINATOR
 from helpers.fake_cluster import FakeCluster, a_cluster, manifest, restarting, running
 

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console, Group
 
-from dovetail.cli.common.plan_tables import plan_tables
-from dovetail.cli.common.prediction_tables import prediction_tables
+from dovetail.cli.common.plan_tables import plan_tables, prediction_tables
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve, with_lag
 from dovetail.manifest.types import RLHFJobSpec

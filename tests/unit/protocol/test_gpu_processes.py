@@ -12,8 +12,8 @@ import torch
 from dovetail.gpus.gpu_failure import GPUFailed, context_is_lost, names_cuda
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.plan import Plan, TrainerRank
+from dovetail.protocol.process.endings import BAD_CONFIGURATION
 from dovetail.protocol.process.env import ProcessEnv
-from dovetail.protocol.process.exit_codes import BAD_CONFIGURATION
 from dovetail.rollout.scoring import scorer
 from dovetail.rollout.serving import vllm_server
 from dovetail.trainer import main as trainer

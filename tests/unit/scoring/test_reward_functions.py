@@ -22,9 +22,8 @@ from dovetail.coordinator import main as coordinator_main
 from dovetail.coordinator.data.prepare import PromptRecord, prepare
 from dovetail.coordinator.data.text.texts import ResponseText
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
-from dovetail.coordinator.rewards.calls import Call, Calls, Function, RewardAnswer, RewardError
+from dovetail.coordinator.rewards.calls import Call, Calls, Function, RewardAnswer, RewardError, rehearse
 from dovetail.coordinator.rewards.live import LiveFunction
-from dovetail.coordinator.rewards.rehearsal import rehearse
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.samples.reward_stage import Joined, RewardFunctions, Rewards
 from dovetail.coordinator.samples.scoring import Finished, Scores
@@ -32,8 +31,8 @@ from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RewardModel, RLHFJob
 from dovetail.planner.make_plan import make_plan
+from dovetail.protocol.process.endings import JOB_FAILED
 from dovetail.protocol.process.env import ProcessEnv
-from dovetail.protocol.process.exit_codes import JOB_FAILED
 from helpers.cluster import wait_for
 from helpers.free_ports import free_port
 from helpers.jobs import tiny_job

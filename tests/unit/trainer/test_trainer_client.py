@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dovetail.protocol.messages import CommandResult, HeartbeatReply, JoinRequest, NextReply, NextRequest, Save
-from dovetail.protocol.process.exit_codes import SUPERSEDED
+from dovetail.protocol.process.endings import SUPERSEDED
 from dovetail.protocol.process.pulse import PULSE, Progress
 from dovetail.trainer.rank import coordinator_client as client_module
 from dovetail.trainer.rank import heartbeat

@@ -13,7 +13,7 @@ from dovetail.manifest.types import RLHFJobSpec, Role
 from dovetail.operator.render import gang
 from dovetail.operator.render.context import Object, RenderContext, digest
 from dovetail.operator.render.pod import comes_and_goes, coordinator_pod, group_pod
-from dovetail.protocol.process.exit_codes import BAD_CONFIGURATION, JOB_FAILED
+from dovetail.protocol.process.endings import BAD_CONFIGURATION, JOB_FAILED
 from dovetail.protocol.process.process_names import CONTAINER, COORDINATOR
 
 

@@ -8,8 +8,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.plain_fields import plain_fields
-from dovetail.coordinator.data.records import Demonstration, Labelled, Preference, Prompt, Record, like
+from dovetail.coordinator.data.records import Demonstration, Labelled, Preference, Prompt, Record, like, plain_fields
 from dovetail.coordinator.data.text.chat_template import (
     ASSISTANT,
     ASSISTANTS,

@@ -23,8 +23,7 @@ from dovetail.coordinator.data.data_files import content_digest
 from dovetail.coordinator.data.downloads.hub import Hub, read_json
 from dovetail.coordinator.data.downloads.model_folders import check_scores, check_weights, resolve, scratch_config
 from dovetail.coordinator.data.fingerprints import Fingerprint
-from dovetail.coordinator.data.plain_fields import plain_fields
-from dovetail.coordinator.data.records import Prompt, equal_pairs
+from dovetail.coordinator.data.records import Prompt, equal_pairs, plain_fields
 from dovetail.coordinator.data.seeds import derived_seed
 from dovetail.coordinator.data.sources import CHECKED, Rows
 from dovetail.coordinator.data.text import tokenizer as tokenizers

@@ -37,9 +37,8 @@ from dovetail.coordinator.reporting.page.run_folder import RunFolder
 from dovetail.coordinator.reporting.run_records import RunRecords, installed_versions
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
 from dovetail.coordinator.reporting.trackers.tracker_processes import TrackerProcesses
-from dovetail.coordinator.rewards.calls import Calls
+from dovetail.coordinator.rewards.calls import Calls, rehearse
 from dovetail.coordinator.rewards.live import LiveFunction, RewardCallable
-from dovetail.coordinator.rewards.rehearsal import rehearse
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.samples.device_sharing import Devices
 from dovetail.coordinator.samples.evaluation import Evaluator

@@ -1,13 +1,16 @@
-"""Calls reward functions. It defines the arguments of a call, how a call can fail, and when it is repeated."""
+"""Calls reward functions. It defines the arguments of a call, how a call can fail, and when it is repeated.
+
+Before training every function is called on two of the job's prompts, so a broken one fails within seconds."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import Any, Literal, Protocol
 
-from dovetail.coordinator.data.prepare import PromptRecord
+from dovetail.coordinator.data.prepare import Prepared, PromptRecord
 from dovetail.coordinator.rewards.values import Steps
 
 BACKOFF_SECONDS = 1.0
@@ -162,3 +165,27 @@ def sentence(function: Function, call: Call, error: CallFailed, tries: int, rehe
         f"{function.what} {function.title} ({function.where}) {error.what}{often}, on prompt {call.prompt}{sample} of "
         f"{place}{when}{frames}"
     )
+
+
+PROMPTS = 2
+# These responses are used in a job without demonstrations.
+RESPONSES = ["Yes, of course.", "I do not know."]
+
+
+async def rehearse(calls: Calls, prepared: Prepared) -> None:
+    """Call every function on the first prompts of iteration 1 with plausible responses. The results are checked and
+    discarded. Raises RewardError."""
+    functions = await calls.open()
+    everyone = prepared.prompts(1)
+    records = everyone[:PROMPTS]
+    count = prepared.spec.ppo.samples_per_prompt
+    demonstrations = prepared.data.demonstrations
+    known = [d.response for d in demonstrations.batch(1, 2 * PROMPTS)] if demonstrations is not None else RESPONSES
+    responses = cycle(known)
+    for number, function in enumerate(functions):
+        for record in records:
+            size = count if function.needs == "Group" else 1
+            given = list(islice(responses, size))
+            fields = fields_of(everyone, [record] * size)
+            call = Call(1, record.index, [record.text] * size, given, fields)
+            await calls.rewards(number, call, rehearsal=True)

@@ -50,7 +50,7 @@ async def push_offer(
     The result has one entry for each name. It is None if the receiver holds the whole version, and otherwise the error.
     A rollout that fails before its weights were changed continues with the old ones. A rollout that fails later stays
     paused, and refuses to generate until a later offer succeeds. A rollout that does not fail also refuses to generate,
-    until it has passed the probe (`dovetail.coordinator.workers.probing`). `pause_mode` says what happens to running
+    until it has passed the probe (`dovetail.coordinator.workers.publishing`). `pause_mode` says what happens to running
     requests (vLLM's /pause). `on_error(name, what)` is called as soon as a receiver fails, while others may still wait
     for it."""
     everyone = [receiver for receiver, _ in receivers]

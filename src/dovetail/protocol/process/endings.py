@@ -1,4 +1,7 @@
-"""How processes end: with their parent, and why, as their logs say."""
+"""How processes end: with which exit codes, with their parent, and why, as their logs say.
+
+The local launcher and Kubernetes' Jobs act on exit codes. 0 means done. Any other code is a crash, and the process is
+restarted. Python itself uses 1 for a crash."""
 
 from __future__ import annotations
 
@@ -7,6 +10,13 @@ import os
 import re
 import signal
 from pathlib import Path
+
+# The configuration is wrong. A restart does not help, and the job fails.
+BAD_CONFIGURATION = 2
+# The coordinator says that the job failed. The reason is in summary.json.
+JOB_FAILED = 3
+# A trainer rank was stuck in a generation that is over.
+SUPERSEDED = 75
 
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 128 * 1024

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from dovetail.protocol.messages import Heartbeat
-from dovetail.protocol.process.exit_codes import SUPERSEDED
+from dovetail.protocol.process.endings import SUPERSEDED
 from dovetail.protocol.process.pulse import PROGRESS, Pulse
 from dovetail.trainer.rank.coordinator_client import RankProcess
 
