@@ -30,9 +30,9 @@ from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.planner.inventory import read
-from dovetail.planner.layouts import Chosen, Infeasible, PlannedJob
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placements import recommend
+from dovetail.planner.planned_job import Chosen, Infeasible, PlannedJob
 from dovetail.protocol.files.machine_profile import (
     Cost,
     GenerationCosts,

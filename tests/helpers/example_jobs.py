@@ -11,8 +11,8 @@ import yaml
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.planner.inventory import read
-from dovetail.planner.layouts import Chosen
 from dovetail.planner.placements import recommend
+from dovetail.planner.planned_job import Chosen
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 _HH = {

@@ -19,8 +19,8 @@ from dovetail.manifest.sizes import owner
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.planner.cpus import mismatch
 from dovetail.planner.inventory import Inventory
-from dovetail.planner.layouts import Chosen, ConfigError, Infeasible, PlannedJob, needed
 from dovetail.planner.placements import Unknown, cheapest, fragment, place, recommend
+from dovetail.planner.planned_job import Chosen, ConfigError, Infeasible, PlannedJob, needed
 from dovetail.protocol.errors import UsageError
 from dovetail.protocol.plan import Plan
 

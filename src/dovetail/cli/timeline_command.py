@@ -14,7 +14,7 @@ from dovetail.cli.common.plan_tables import (
 )
 from dovetail.coordinator.reporting.page.iteration_timeline import BARS
 from dovetail.coordinator.reporting.page.page_documents import plan_page
-from dovetail.planner.layouts import Chosen
+from dovetail.planner.planned_job import Chosen
 from dovetail.planner.simulated_iteration import Simulated, simulate
 from dovetail.protocol.prediction import Prediction
 

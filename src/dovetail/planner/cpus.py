@@ -23,7 +23,6 @@ from dovetail.manifest.sizes import pod_count, relays_weights, trained_models, t
 from dovetail.manifest.types import Dtype, Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.candidate import scorer_models
 from dovetail.planner.lags import DrawnIterations, Parts
-from dovetail.planner.layouts import SEVERAL, Placed, PlannedJob, allowed_layouts, worth
 from dovetail.planner.memory import (
     GIB,
     ITEMSIZE,
@@ -33,6 +32,7 @@ from dovetail.planner.memory import (
     stage_parameters,
     training_memory,
 )
+from dovetail.planner.planned_job import SEVERAL, Placed, PlannedJob, allowed_layouts, worth
 from dovetail.planner.seconds import StepTimes, together
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS, SCORER_CPU_TOKENS, SCORER_LOGIT_BYTES, SCORER_TOKENS
 from dovetail.protocol.files.machine_profile import Machine

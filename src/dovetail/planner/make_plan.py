@@ -8,33 +8,29 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from dovetail.gpus.gpu_products import GPU
-from dovetail.manifest.checks.batching import BatchRule, longest_sample
+from dovetail.gpus.gpu_products import GPU, UnknownProduct, gpu
+from dovetail.manifest.checks.batching import BatchRule, longest_sample, micro_batch_tokens, pinned_layouts
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_ranks, trainer_world, world_size
 from dovetail.manifest.training_types import AUTO_LAG
-from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.manifest.types import Dtype, Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner import cpus, placements
-from dovetail.planner.candidate import scorer_models
+from dovetail.planner.candidate import INFERENCE, Schedule, scorer_models
 from dovetail.planner.cpus import pod_memory, too_small
 from dovetail.planner.lags import chosen, excluded, with_lags
-from dovetail.planner.layouts import (
+from dovetail.planner.memory import GIB, training_memory
+from dovetail.planner.planned_job import (
+    SEVERAL,
+    Chosen,
     ConfigError,
     Infeasible,
     Placed,
     PlannedJob,
-    activation_bytes,
-    beyond_limit,
-    check_limit,
-    chunks_alone,
-    fitting,
+    allowed_layouts,
+    costs_with,
+    even_chunks,
     most_chunks,
-    pin_errors,
-    place_evenly,
-    product_errors,
-    product_warnings,
-    server_memory,
 )
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Batching, Plan, Rollout, Task, TaskPlacement, TrainerRank, divisions
@@ -141,6 +137,55 @@ def _placed(job: PlannedJob) -> Placed:
     return placements.place(job) or cpus.place(job) or place_evenly(job)
 
 
+def place_evenly(job: PlannedJob) -> Placed:
+    """The layouts of the trained models of a job whose GPUs or models are not known: with as many data-parallel ranks
+    as its batch sizes allow, or as pinned. A model has pipeline stages only if not all ranks can share its batches.
+
+    Raises Infeasible or ConfigError."""
+    pins = pinned_layouts(job.spec)
+    if pins is not None:
+        return Placed({model: _checked(job, model, *pins[model]) for model in trained_models(job.spec)})
+    layouts = {model: _widest(job, model) for model in trained_models(job.spec)}
+    warnings = tuple(
+        f"the {model} is split into {layout.pp} pipeline stages because its batches cannot be shared evenly by "
+        f"more than {layout.dp} data-parallel rank{'s' if layout.dp > 1 else ''}"
+        for model, layout in layouts.items()
+        if layout.pp > 1
+    )
+    return Placed(layouts, warnings=warnings)
+
+
+def _widest(job: PlannedJob, model: str) -> Parallelism:
+    """The layout with the most data-parallel ranks."""
+    world = trainer_world(job.spec)
+    if allowed := allowed_layouts(job, model, world, job.layers.get(model)):
+        return allowed[0]
+    why = next((p for rule in job.rules if rule.model == model and (p := rule.problem(world))), None)
+    raise Infeasible(why or f"the {model} cannot be laid out on {world} trainer ranks; change the groups' replicas")
+
+
+def _checked(job: PlannedJob, model: str, field: str, layout: Parallelism) -> Parallelism:
+    """A pinned layout, which `field` names."""
+    spec, world, layers = job.spec, trainer_world(job.spec), job.layers.get(model)
+    if world_size(layout) != world:
+        raise Infeasible(
+            f"{field}: pp {layout.pp} x tp {layout.tp} x dp {layout.dp} is {world_size(layout)} ranks, but the trainer "
+            f"groups have {world}; make the product {world}"
+        )
+    if layers is not None and layout.pp > layers:
+        raise Infeasible(f"{field}.pp is {layout.pp}, but the {model} has only {layers} layers; lower it")
+    if why := next((p for rule in job.rules if rule.model == model and (p := rule.problem(layout.dp))), None):
+        raise Infeasible(why)
+    if layers is not None and layout.pp > 1 and layers < layout.pp * spec.plan.chunks:
+        raise Infeasible(
+            f"{field}.pp is {layout.pp}, and spec.plan.intraStageFusion VShaped puts two stages of a model on each "
+            f"rank, but the {model} has only {layers} layers; lower pp, or set spec.plan.intraStageFusion to Auto"
+        )
+    if job.shapes is not None and (why := job.shape(model).split_problem(layout.tp, model)):
+        raise Infeasible(f"{field}.tp is {layout.tp}, {why}")
+    return layout
+
+
 def _further_rounds(spec: RLHFJobSpec) -> list[str]:
     """A warning about dynamic sampling. How many prompts it replaces depends on their rewards, which no plan knows."""
     rounds = spec.ppo.dynamic_sampling
@@ -188,6 +233,88 @@ def _activations(job: PlannedJob, placed: Placed) -> dict[str, list[int]]:
     if sizes and job.spec.plan.chunks > 1:
         sizes = activation_bytes(job, placed, job.spec.plan.chunks)
     return sizes if _pipelined(job.spec, placed.layouts_in(Stage.PPO)) else {}
+
+
+def activation_bytes(job: PlannedJob, placed: Placed, chunks: int | None = None) -> dict[str, list[int]]:
+    """The bytes that autograd keeps of one micro-batch of the longest sequences, by trained model and by pipeline rank.
+    The result is empty if a model's configuration is not known.
+
+    `placed`: the layouts, and the models with activation checkpointing. `chunks`: the number of stages of each rank. If
+    it is given, the result is by stage. Raises ConfigError."""
+    layouts = placed.layouts_in(Stage.PPO)
+    rules = [rule for rule in job.rules if rule.stage is Stage.PPO]
+    if job.shapes is None or any(job.shape(rule.model).layers < layouts[rule.model].pp for rule in rules):
+        return {}
+    dtype = Dtype.BFLOAT16 if job.trains_on_gpus else Dtype.FLOAT32
+    found = {}
+    for rule in rules:
+        share = job.share(rule, layouts[rule.model], recompute=(Stage.PPO, rule.model) in placed.recompute)
+        training = job.training(rule, share, dtype)
+        if chunks is not None:
+            # A stage keeps the same, whether its rank has other stages or not.
+            stages = training.layout.model_copy(update={"pp": training.layout.pp * chunks})
+            training = replace(training, layout=stages, chunks=1)
+        training = replace(training, in_flight=1)
+        memory = (training_memory(training, stage) for stage in range(training.layout.pp))
+        found[rule.model] = [round(part.device["activations"]) for part in memory]
+    return found
+
+
+def check_limit(spec: RLHFJobSpec, sizes: Mapping[str, list[int]]) -> None:
+    """Raises Infeasible if spec.plan.activationMemory is below the largest micro-batch on a stage. Even a schedule with
+    one micro-batch at a time needs that much. `sizes`: as `activation_bytes` gives them."""
+    limit = spec.plan.activation_memory
+    if limit is None or not sizes:
+        return
+    least, model, stage = max((size, m, stage) for m, each in sizes.items() for stage, size in enumerate(each))
+    if limit * GIB < least:
+        tokens = spec.data.max_prompt_tokens + spec.generation.max_tokens
+        never = "set spec.plan.recompute to Auto, " if spec.plan.recompute == "Never" else ""
+        what, field = f"{spec.ppo.micro_batch_size} sequences of {tokens} tokens hold", "microBatchSize"
+        if (most := micro_batch_tokens(spec, Stage.PPO)) is not None:
+            what, field = f"a micro-batch of {most} tokens holds", "microBatchTokens"
+        raise Infeasible(
+            f"spec.plan.activationMemory is {limit:g} GiB, but {what} {_up(least / GIB)} GiB on stage {stage} of the "
+            f"{model}, the least that any schedule needs; {never}raise it, or lower spec.ppo.{field}"
+        )
+
+
+def beyond_limit(spec: RLHFJobSpec, sizes: Mapping[str, list[int]]) -> set[str]:
+    """The models whose micro-batch needs more than spec.plan.activationMemory."""
+    limit = spec.plan.activation_memory
+    return set() if limit is None else {model for model, each in sizes.items() if max(each) > limit * GIB}
+
+
+def _up(value: float) -> str:
+    """The value with three digits, rounded up."""
+    shown = f"{value:.3g}"
+    return shown if float(shown) >= value else f"{value * 1.005:.3g}"
+
+
+def fitting(chosen: Chosen) -> Literal["Auto", "TimeSharing", "Serial"]:
+    """The schedules that fit if a placement on GPUs was chosen and the manifest leaves the schedule open. Those that
+    run both models at once need the gradients and the gathered weights of both. So a placement may fit only if the
+    models take turns, or only if no critic's stage runs against the actor's."""
+    ways: tuple[tuple[Schedule, Literal["Auto", "TimeSharing"]], ...] = (
+        ("Fused", "Auto"),
+        ("TimeSharing", "TimeSharing"),
+    )
+    for schedule, allowed in ways:
+        if chosen.costs.estimate(replace(chosen.candidate, schedule=schedule)).fits:
+            return allowed
+    return "Serial"
+
+
+def chunks_alone(job: PlannedJob, placed: Placed, rule: BatchRule) -> int:
+    """The most stages of a model on a rank in a stage before PPO, or in DPO. It is what the manifest pins, or what the
+    job permits. On GPUs it is 1 unless it is pinned: these stages are short, and memory is known with one stage."""
+    layout, pin = placed.layouts_in(rule.stage)[rule.model], job.spec.plan.intra_stage_fusion
+    if layout.pp == 1 or rule.tokens is not None or pin == "Serial":
+        return 1
+    if pin == "VShaped":
+        layers = job.shape(rule.model).layers if job.shapes is not None else job.layers.get(rule.model)
+        return job.spec.plan.chunks if layers is None or layers >= layout.pp * job.spec.plan.chunks else 1
+    return 1 if job.trains_on_gpus else max(even_chunks(job, {rule.model: layout}, SEVERAL[:1]), default=1)
 
 
 def _batching(job: PlannedJob, rule: BatchRule, placed: Placed) -> Batching:
@@ -241,6 +368,25 @@ def _rollouts(spec: RLHFJobSpec, placed: Placed, chunks: int) -> list[Rollout]:
         )
         for (group, index), scores in zip(places, held, strict=True)
     ]
+
+
+def server_memory(chosen: Chosen, chunks: int) -> dict[str, float]:
+    """The fraction of a GPU's memory for the servers of each group that leaves some to others. The others are trainers
+    that keep their state there, and scorers that stay beside a server that is awake. It holds for every number of
+    stages on a rank up to `chunks`, because the schedules choose that number."""
+    candidate = chosen.candidate
+    parts = chosen.costs.memory.server_memory(candidate)
+    for count in (c for c in SEVERAL if c <= chunks):
+        several = costs_with(chosen, count).memory.server_memory(replace(candidate, schedule="VShaped"))
+        parts = {share: min(part, several[share]) for share, part in parts.items()}
+    training = {share.pool for share in candidate.trained}
+    scored = [share for task in INFERENCE for share in candidate.shares(task)]
+    found: dict[str, float] = {}
+    for share, part in parts.items():
+        beside = not share.offload and any(share.overlaps(other) for other in scored)
+        if share.pool in training or beside:
+            found |= dict.fromkeys(share.pool.split("+"), math.floor(100 * part) / 100)
+    return found
 
 
 def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:
@@ -302,3 +448,45 @@ def _useless_pins(spec: RLHFJobSpec, placed: Placed) -> list[str]:
     if spec.plan.zero3 == "Always" and layouts and not placed.by_layer:
         found.append("spec.plan.zero3 is Always, which has no effect: no trained model has data-parallel ranks")
     return found
+
+
+def product_errors(spec: RLHFJobSpec, measured: Mapping[str, GPU] | None = None) -> list[str]:
+    """One sentence for each group whose GPU product is not known."""
+    found = []
+    for index, group in enumerate(spec.groups):
+        if not group.on_cpu:
+            try:
+                gpu(str(group.gpu.product), measured)
+            except UnknownProduct as error:
+                found.append(f"spec.groups[{index}].gpu.product: {error}")
+    return found
+
+
+def product_warnings(spec: RLHFJobSpec, measured: Mapping[str, GPU] | None = None) -> list[str]:
+    """One sentence for each group whose GPU is in no table. `product_errors` must have found nothing before."""
+    found = []
+    for index, group in enumerate(spec.groups):
+        if not group.on_cpu and (known := gpu(str(group.gpu.product), measured)).estimated:
+            found.append(
+                f"spec.groups[{index}].gpu.product {known.product} is in no table of GPUs: its figures are "
+                f"{known.source}, with {known.memory / 2**30:.0f} GiB. An administrator may give them in the chart's "
+                "jobs.gpuProducts."
+            )
+    return found
+
+
+def pin_errors(spec: RLHFJobSpec) -> list[str]:
+    """One sentence for each pin that the groups' roles contradict."""
+    pin = spec.plan.placement
+    both = [g.name for g in spec.groups if g.colocated]
+    generates = any(Role.ROLLOUT in g.roles for g in spec.groups)
+    if generates and pin == "Flattening" and not both:
+        return [
+            f"spec.plan.placement is {pin}, but no group both trains and generates; give one roles [trainer, rollout]"
+        ]
+    if pin == "Separation" and both:
+        return [
+            f"spec.plan.placement is Separation, but group {both[0]} both trains and generates; give it one role, or "
+            "set the placement to Auto"
+        ]
+    return []

@@ -7,38 +7,66 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
-from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample
-from dovetail.manifest.critic import has_critic
+from dovetail.manifest.accelerators import sleeps
+from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample, pinned_layouts
+from dovetail.manifest.critic import has_critic, shares_body
+from dovetail.manifest.resolve import old_is_current
 from dovetail.manifest.sizes import trained_models, world_size
-from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
-from dovetail.planner.candidate import TRAINING, Candidate, Placement, Share, Task
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.planner import lives
+from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Placement, Schedule, Share, Task
 from dovetail.planner.inventory import Inventory
-from dovetail.planner.layouts import (
-    RECOMPUTE,
-    TRAINING_TASKS,
+from dovetail.planner.memory import Training, problem, worst
+from dovetail.planner.planned_job import (
     Chosen,
     Infeasible,
     Placed,
     PlannedJob,
-    groups_limits,
+    allowed_layouts,
     held,
     most_chunks,
-    pinned,
-    pinned_shares,
-    prediction,
-    trainable_layouts,
-    with_parts,
+    most_stages,
     worth,
 )
-from dovetail.planner.memory import Training, problem, worst
-from dovetail.planner.search import ALONE, Effort, Found, Limits, Result, Search, alternatives, search_fewest_stages
+from dovetail.planner.search import (
+    ALONE,
+    MIGRATIONS,
+    Effort,
+    Found,
+    Limits,
+    Result,
+    Search,
+    alternatives,
+    every_layout,
+    part_sizes,
+    search_fewest_stages,
+    tensor_degrees,
+)
 from dovetail.planner.seconds import Estimate, GPUCosts
 from dovetail.planner.simulated_iteration import drawn_on_gpus
-from dovetail.protocol.plan import Layout
-from dovetail.protocol.prediction import Alternative, PredictedStage
+from dovetail.protocol.plan import Layout, divisions
+from dovetail.protocol.prediction import (
+    Alternative,
+    PredictedMemory,
+    PredictedStage,
+    PredictedTask,
+    Prediction,
+)
 
+ALTERNATIVES = 12
+TRAINING_TASKS: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
+_SCHEDULES: dict[str, tuple[Schedule, ...]] = {
+    "Auto": ("Serial", "TimeSharing", "Fused"),
+    "Fused": ("Fused",),
+    "TimeSharing": ("TimeSharing",),
+    "VShaped": ("VShaped",),
+    "Dedicated": ("Serial",),
+    "Serial": ("Serial",),
+}
+RECOMPUTE: dict[str, tuple[bool, ...]] = {"Auto": (False, True), "Always": (True,), "Never": (False,)}
+ZERO: dict[str, tuple[Literal[2, 3], ...]] = {"Always": (3,), "Never": (2,)}
 # The most whole iterations that the search may estimate. A manifest's groups leave few choices.
 EFFORT = 600
 
@@ -90,6 +118,102 @@ def _plain(job: PlannedJob) -> Placed | None:
             return _place(job, False, others=True)
         except Infeasible:
             raise error from None
+
+
+# ------------------------------------------------------------ what a manifest allows
+
+
+def groups_limits(job: PlannedJob) -> Limits:
+    """The choices that the manifest's groups and pins leave open."""
+    spec, trainers = job.spec, job.trainers
+    both = [g for g in spec.groups if g.colocated]
+    rollouts = [g.name for g in spec.groups if Role.ROLLOUT in g.roles and Role.TRAINER not in g.roles]
+    servers = {g.name: g.gpu.per_pod for g in spec.groups}
+    if both:
+        rollouts.append(trainers.name)
+        servers[trainers.name] = both[0].gpu.per_pod
+    optimizers = {"actor": spec.ppo.actor_optimizer, "critic": spec.ppo.critic_optimizer}
+    trained = [model for model in trained_models(spec) if model in TRAINING_TASKS]
+    return replace(
+        pinned(spec, Limits()),
+        trainers=(trainers.name,),
+        rollouts=tuple(rollouts),
+        whole=True,
+        micro_batch=_micro_batch(spec),
+        servers=servers,
+        asleep=tuple(trainers.name if g in both else g.name for g in spec.groups if sleeps(g)),
+        offload={TRAINING_TASKS[m]: (optimizers[m].offload,) for m in trained},
+        layouts={TRAINING_TASKS[m]: tuple(trainable_layouts(job, m)) for m in trained},
+    )
+
+
+def with_parts(job: PlannedJob, limits: Limits) -> Limits:
+    """Adds layouts on a part of the trainer ranks to `limits`, if actor and critic may have ranks of their own. These
+    are all layouts that share PPO's mini-batch evenly, or the divisions of pinned layouts
+    (`dovetail.protocol.plan.divisions`)."""
+    if True not in limits.dedicated or "critic_training" not in limits.layouts:
+        return limits
+    spec, pins = job.spec, pinned_shares(job.spec)
+    micro_batches = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
+    found = dict(limits.layouts)
+    for model, task in TRAINING_TASKS.items():
+        degrees, stages = degrees_of(job, model), most_stages(job, job.shape(model).layers)
+        every = (e for part in part_sizes(job.trainers) for e in every_layout(part, degrees, stages))
+        found[task] += pins[task] if pins else tuple(e for e in every if micro_batches % e.dp == 0)
+    return replace(limits, layouts=found)
+
+
+def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
+    """The part of `limits` that spec.plan allows."""
+    placement, fusion, together = spec.plan.placement, spec.plan.inter_stage_fusion, spec.plan.intra_stage_fusion
+    if spec.ppo.micro_batch_tokens is not None:
+        together = "Serial"  # other schedules need the same number of micro-batches in each step
+    # Pinned layouts use all ranks. So do the layouts of a placement that is pinned to Flattening.
+    divided = pinned_layouts(spec) is None and placement != "Flattening"
+    dedicated = (together == "Dedicated",) if together != "Auto" else (False, True) if divided else (False,)
+    return replace(
+        limits,
+        placements=tuple(Placement) if placement == "Auto" else (Placement(placement),),
+        schedules=_SCHEDULES[together],
+        dedicated=dedicated,
+        migrations=MIGRATIONS if fusion == "Auto" else (None if fusion == "Off" else float(fusion),),
+        # With a shared body, the values come from the forward pass that a fold would save.
+        folded=(spec.ppo.old_log_probs == "Rollout" or old_is_current(spec)) and not shares_body(spec),
+        recompute=RECOMPUTE[spec.plan.recompute],
+        fsdp=ZERO.get(spec.plan.zero3, limits.fsdp),
+    )
+
+
+def _micro_batch(spec: RLHFJobSpec) -> int | None:
+    """The value of `Limits.micro_batch`, which a share's `micro_batch` must have. None: any value."""
+    if spec.ppo.micro_batch_tokens is None:
+        return spec.ppo.micro_batch_size
+    return None if spec.ppo.micro_batch_tokens == "Auto" else 1
+
+
+def pinned_shares(spec: RLHFJobSpec) -> dict[Task, tuple[Parallelism, ...]]:
+    """The layouts that spec.plan.parallelism allows for actor and critic training. Empty if it allows all."""
+    pins = pinned_layouts(spec)
+    if pins is None:
+        return {}
+    whole = {model: pins[model][1] for model in TRAINING_TASKS}
+    if spec.plan.intra_stage_fusion != "Dedicated" or not has_critic(spec):
+        return {task: (whole[model],) for model, task in TRAINING_TASKS.items()}
+    parts = divisions(whole, spec.ppo.mini_batch_size // spec.ppo.micro_batch_size)
+    return {
+        task: tuple(Parallelism(pp=part[model].pp, tp=part[model].tp, dp=part[model].dp) for part in parts)
+        for model, task in TRAINING_TASKS.items()
+    }
+
+
+def trainable_layouts(job: PlannedJob, model: str) -> list[Parallelism]:
+    """The `allowed_layouts` of a model on all GPUs of the trainers."""
+    return allowed_layouts(job, model, job.trainers.gpus, job.shape(model).layers, degrees_of(job, model))
+
+
+def degrees_of(job: PlannedJob, model: str) -> list[int]:
+    """The tensor-parallel degrees of a trained model on the trainers' nodes."""
+    return tensor_degrees(job.shape(model), job.trainers.per_node, getattr(job.spec.models, model).lora)
 
 
 # ------------------------------------------------------------ ZeRO-3, if the manifest leaves it open
@@ -232,6 +356,77 @@ def _iteration(
     if than is not None and not worth(result.best.seconds, than, steps):
         return None
     return Chosen(result.best.candidate, costs, prediction(result, costs))
+
+
+def prediction(result: Result, costs: GPUCosts) -> Prediction:
+    """The prediction of a result's best candidate, which must exist."""
+    found = result.best
+    assert found is not None
+    candidate, estimate = found.candidate, found.estimate
+    speed = costs.work.batch / estimate.seconds
+    priced = lives.expected(estimate.phases, lives.uses(candidate, estimate.memory), costs.inventory)
+    price = priced.per_thousand(costs.work.batch)
+    return Prediction(
+        placement=candidate.placement.value,
+        note=candidate.note,
+        schedule=candidate.schedule,
+        migration=candidate.migration,
+        iteration_seconds=estimate.seconds,
+        synchronous_seconds=estimate.seconds,
+        phases=dict(estimate.phases),
+        samples_per_second=speed,
+        samples_per_dollar=None if not price else 1000 / price,
+        lost_share=priced.lost,
+        hardware="measured" if costs.inventory.measured else "data sheets",
+        tasks=[_task(task, share, costs) for task, share in candidate.placed],
+        memory=[
+            PredictedMemory(
+                group=m.pool,
+                first=m.range.start,
+                gpus=len(m.range),
+                parts=dict(m.device),
+                host=dict(m.host),
+                capacity=m.capacity,
+            )
+            for m in estimate.memory
+        ],
+        alternatives=[
+            Alternative(
+                placement=r.candidate.placement.value, note=r.candidate.note, seconds=r.seconds, problem=r.problem
+            )
+            for r in result.rejected[:ALTERNATIVES]
+        ],
+        examined=result.estimates,
+    )
+
+
+def _task(task: Task, share: Share, costs: GPUCosts) -> PredictedTask:
+    return PredictedTask(
+        task=task,
+        group=share.pool,
+        first=share.first,
+        gpus=share.gpus,
+        pp=share.pp,
+        tp=share.tp,
+        dp=share.dp,
+        micro_batch=share.micro_batch,
+        seconds=costs.option(task, share).seconds,
+        details=list(_details(task, share)),
+    )
+
+
+def _details(task: Task, share: Share) -> list[str]:
+    found = []
+    if task in TRAINING and share.shards > 1:
+        found.append(f"ZeRO-{share.fsdp}")
+    if share.recompute:
+        found.append("activation checkpointing")
+    if task in INFERENCE and share.pp * share.tp > 1:
+        found.append(f"split over {share.pp * share.tp} GPUs")
+    if share.offload:
+        where = {"generation": "asleep while others work"}.get(task, "weights wait in host memory")
+        found.append("optimizer in host memory" if task in TRAINING else where)
+    return found
 
 
 def _searched(costs: GPUCosts, limits: Limits) -> Result:

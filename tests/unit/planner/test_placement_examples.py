@@ -14,8 +14,8 @@ import yaml
 from dovetail.fusion.lengths import Ints, Lengths
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner import simulated_iteration as simulated
-from dovetail.planner.layouts import PlannedJob
 from dovetail.planner.placements import place
+from dovetail.planner.planned_job import PlannedJob
 from dovetail.planner.simulated_iteration import simulate
 from helpers.example_jobs import EXAMPLES, hub_configs, recommended
 

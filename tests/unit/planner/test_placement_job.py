@@ -10,9 +10,9 @@ from dovetail.manifest.resolve import resolve
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.inventory import Inventory, Pool, read
-from dovetail.planner.layouts import ConfigError, Infeasible, PlannedJob
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placements import Unknown, fragment, recommend
+from dovetail.planner.planned_job import ConfigError, Infeasible, PlannedJob
 from dovetail.protocol.plan import Plan
 from helpers.example_jobs import EXAMPLES, recommended
 

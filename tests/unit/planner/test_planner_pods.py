@@ -13,8 +13,8 @@ from dovetail.manifest.checks.pod_templates import memory_limit, quantity
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.cpus import PROCESS_BYTES, SERVER_BYTES, pod_memory, too_small
-from dovetail.planner.layouts import Placed, PlannedJob
 from dovetail.planner.make_plan import make_plan
+from dovetail.planner.planned_job import Placed, PlannedJob
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS
 
 GIB = 2**30

@@ -15,9 +15,9 @@ from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.pipelines import FAMILIES
-from dovetail.planner.layouts import PlannedJob
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placements import supervised
+from dovetail.planner.planned_job import PlannedJob
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 A100 = "NVIDIA-A100-SXM4-80GB"

@@ -21,9 +21,9 @@ from dovetail.launch.local.rundir import zero3_of_run
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.pipelines import FAMILIES
 from dovetail.planner.inventory import Inventory, Pool
-from dovetail.planner.layouts import Chosen, Placed
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placements import fragment, recommend, taken
+from dovetail.planner.planned_job import Chosen, Placed
 from dovetail.protocol.prediction import Alternative
 
 

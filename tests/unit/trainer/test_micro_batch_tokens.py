@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from dovetail.coordinator.schedules.step_commands import StepFacts, ppo_step, supervised_step
 from dovetail.coordinator.schedules.stored_schedule import applies
 from dovetail.manifest.types import RLHFJob, Stage
-from dovetail.planner.layouts import PlannedJob
 from dovetail.planner.make_plan import make_plan
+from dovetail.planner.planned_job import PlannedJob
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.packed_batches import micro_batch_count, padded_tokens, split_tokens
 from helpers.local_trainer import LocalTrainer
