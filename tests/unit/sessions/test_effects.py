@@ -40,6 +40,9 @@ class ToolServer:
         self._dies("after", call)
         return f"paid {call.arguments['amount']}"
 
+    async def restore(self, call: ToolCall, observation: str) -> None:
+        assert observation == f"paid {call.arguments['amount']}"
+
     async def recall(self, call: ToolCall) -> str:
         if not self._remembers:
             raise MayBeMade

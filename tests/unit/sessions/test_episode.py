@@ -209,21 +209,34 @@ def test_what_cannot_be_is_refused() -> None:
         strict.ask([ASKED, said("assistant", "", tool_calls=calls), said("tool", "dry")], TOOLS)
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["tool", "user", "edit", "again"]),
-            st.integers(0, 3),
-            st.booleans(),
-            st.booleans(),
-            st.sampled_from([SPELT, '{"city": "Bern"}', '{ "city":"Bern", "exact" : true}']),
-        ),
-        min_size=1,
-        max_size=6,
-    )
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["tool", "user", "edit", "again"]),
+        st.integers(0, 3),
+        st.booleans(),
+        st.booleans(),
+        st.sampled_from([SPELT, '{"city": "Bern"}', '{ "city":"Bern", "exact" : true}']),
+    ),
+    min_size=1,
+    max_size=6,
 )
+
+
+@settings(max_examples=15, deadline=None)
+@given(STEPS)
 def test_every_sampled_token_is_learnt_once_as_it_was_sampled(steps: list[tuple[str, int, bool, bool, str]]) -> None:
+    check(steps)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@settings(max_examples=1000, deadline=None)
+@given(STEPS)
+def test_it_is_so_in_a_thousand_episodes(steps: list[tuple[str, int, bool, bool, str]]) -> None:
+    check(steps)
+
+
+def check(steps: list[tuple[str, int, bool, bool, str]]) -> None:
     """Whatever agent, model and template do: forks, rewritten messages, thoughts that are left out, turns that are
     cut."""
     made = episode()

@@ -26,15 +26,22 @@ class MayBeMade(Exception):
     """The environment cannot say whether a call was made."""
 
 
+class Failed(Exception):
+    """The environment failed, and not the model. The message is one sentence."""
+
+
 class ToolEnvironment(Protocol):
-    """What makes calls. An error of `make` or `recall` other than theirs is the environment's failure, not the
-    model's."""
+    """What makes calls. Its methods raise Failed."""
 
     async def make(self, call: ToolCall) -> str:
         """Make the call, and return what the tool answers."""
 
     async def recall(self, call: ToolCall) -> str:
         """What the tool answered to a call of an earlier coordinator. Raises NotMade or MayBeMade."""
+
+    async def restore(self, call: ToolCall, observation: str) -> None:
+        """A call of an earlier coordinator is used again, with this answer. An environment whose state ends with its
+        process makes the call anew."""
 
 
 class EpisodeLost(Exception):
@@ -46,10 +53,11 @@ async def observe(calls: ToolCalls, call: ToolCall, environment: ToolEnvironment
     """What the tool answers. The call is stored before it is made, and the answer before it is returned.
 
     A call that is stored with its answer is not made again. If its answer is not stored, the environment is asked. If
-    it cannot say, the call is made again if it is `repeatable`. Raises EpisodeLost if it is not, StoreError, and the
-    environment's errors."""
+    it cannot say, the call is made again if it is `repeatable`. Raises EpisodeLost if it is not, Failed, and
+    StoreError."""
     known = calls.intend(call.key, call.name, call.arguments)
     if known is not None and known.observation is not None:
+        await environment.restore(call, known.observation)
         return known.observation
     found = await environment.make(call) if known is None else await _again(call, environment, repeatable)
     calls.observe(call.key, found)

@@ -1,0 +1,119 @@
+"""An environment that is a Python class of the user's. Its public methods are the tools.
+
+    class Guess:
+        def reset(self, secret: int) -> str:      # the prompt record's fields; what it returns is told to the model
+        def guess(self, number: int) -> str:      # a tool: typed arguments, and a docstring that describes them
+        def get_reward(self) -> float:            # optional
+
+A tool may raise ValueError: the call was wrong, and the model is told so. Any other error is a failure of the
+environment. After a death, the calls of an episode are made again on a new object, in their order. So a tool must
+change nothing but its object."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail.coordinator.sessions.effects import Failed, NotMade, ToolCall
+
+# The methods of an environment that are no tools.
+_OWN = ("reset", "get_reward")
+
+
+class EnvironmentClass:
+    """A class as an environment. `tools` has the function schemas of its methods, as in OpenAI's API."""
+
+    def __init__(self, made: type, name: str) -> None:
+        """`name` is the name in the manifest, for errors. Raises ValueError with one sentence."""
+        from transformers.utils import get_json_schema
+
+        if not inspect.isclass(made) or not callable(getattr(made, "reset", None)):
+            raise ValueError(f"{name} must be a class with a method reset, which begins an episode")
+        self._class, self._name = made, name
+        methods = {key: each for key, each in vars_of(made).items() if not key.startswith("_") and key not in _OWN}
+        if not methods:
+            raise ValueError(f"{name} has no public method besides reset and get_reward, so it has no tool")
+        self.tools: list[Mapping[str, Any]] = []
+        for key, method in methods.items():
+            try:
+                self.tools.append(get_json_schema(method))
+            except Exception as error:  # transformers raises several kinds, all about the user's method
+                what = str(error).splitlines()[0]
+                raise ValueError(
+                    f"the method {key} of {name} is a tool, but its schema cannot be made: {what}; give each argument "
+                    "a type, and describe the method and each argument in its docstring (Args:)"
+                ) from error
+
+    def begin(self, record: Mapping[str, Any]) -> PythonEpisode:
+        """A new object of the class, which begins an episode with the fields of a prompt record. Raises Failed."""
+        try:
+            state: Any = self._class()
+            observation = state.reset(**record)
+        except Exception as error:
+            raise _failed(f"{self._name}.reset", error) from error
+        if observation is not None and not isinstance(observation, str):
+            raise Failed(f"{self._name}.reset returned {type(observation).__name__}; return a text or None")
+        return PythonEpisode(state, observation or "", {tool["function"]["name"] for tool in self.tools}, self._name)
+
+
+class PythonEpisode:
+    """One object of the user's class: a ToolEnvironment whose state ends with its process. `observation` is what the
+    episode begins with."""
+
+    def __init__(self, state: Any, observation: str, tools: set[str], name: str) -> None:
+        self.observation = observation
+        self._state, self._tools, self._name = state, tools, name
+
+    async def make(self, call: ToolCall) -> str:
+        """Call the method. A wrong call is answered with a sentence that begins with "error: ". Raises Failed."""
+        if call.name not in self._tools:
+            return f"error: there is no tool {call.name}; the tools are {', '.join(sorted(self._tools))}"
+        method = getattr(self._state, call.name)
+        try:
+            inspect.signature(method).bind(**call.arguments)
+        except TypeError as error:
+            return f"error: {call.name}: {error}"
+        try:
+            found = method(**call.arguments)
+            if inspect.isawaitable(found):
+                found = await found
+        except ValueError as error:
+            return f"error: {error}"
+        except Exception as error:
+            raise _failed(f"{self._name}.{call.name}", error) from error
+        return found if isinstance(found, str) else str(found)
+
+    async def recall(self, call: ToolCall) -> str:
+        """Raises NotMade: this object is new, and nobody has called it."""
+        raise NotMade
+
+    async def restore(self, call: ToolCall, observation: str) -> None:
+        """Call the method again, so that the object is as it was."""
+        await self.make(call)
+
+    def reward(self) -> float | None:
+        """What the episode earned. None if the class has no get_reward. Raises Failed."""
+        if not callable(getattr(self._state, "get_reward", None)):
+            return None
+        try:
+            found = float(self._state.get_reward())
+        except Exception as error:
+            raise _failed(f"{self._name}.get_reward", error) from error
+        if not math.isfinite(found):
+            raise Failed(f"{self._name}.get_reward returned {found}, which is no finite number")
+        return found
+
+
+def vars_of(made: type) -> dict[str, Any]:
+    """The functions of a class and of the classes that it extends, by name, in the order of their definition."""
+    found: dict[str, Any] = {}
+    for each in reversed(made.__mro__[:-1]):
+        found |= {name: value for name, value in vars(each).items() if inspect.isfunction(value)}
+    return found
+
+
+def _failed(what: str, error: Exception) -> Failed:
+    text = str(error).splitlines()
+    return Failed(f"{what} raised {type(error).__name__}" + (f": {text[0]}" if text else ""))

@@ -1,0 +1,130 @@
+"""What the model wrote is read as the message that the template would have written so, or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.formats import convert
+from dovetail.coordinator.data.text.chat_template import HumanAssistant, chat_format
+from dovetail.coordinator.data.text.tokenize import Encoder
+from dovetail.coordinator.sessions.answer_reader import AnswerReader, Unreadable, WrongCall
+from helpers.chat_templates import TOOL_CONVERSATIONS, TOOLS, byte_tokens, shipped, with_ends
+
+
+def reader_of(name: str) -> AnswerReader:
+    tokenizer = with_ends(byte_tokens(), shipped()[name][0])
+    return AnswerReader.of(tokenizer, chat_format(tokenizer))
+
+
+def read(name: str, text: str, before: str = "") -> dict[str, Any]:
+    return reader_of(f"trl: {name}").read_text(before, text, TOOLS)
+
+
+def functions(message: dict[str, Any]) -> list[dict[str, Any]]:
+    return [call["function"] for call in message.get("tool_calls", [])]
+
+
+@pytest.mark.slow
+def test_every_template_is_read_rightly_or_refused() -> None:
+    readable = set()
+    for name, (template, _) in shipped().items():
+        if "tool_calls" not in template:
+            continue
+        tokenizer = with_ends(byte_tokens(), template)
+        chat = chat_format(tokenizer)
+        try:
+            reader = AnswerReader.of(tokenizer, chat)
+        except Unreadable:
+            continue
+        readable.add(name.removeprefix("trl: "))
+        for title, messages in TOOL_CONVERSATIONS.items():
+            row = {"messages": messages, "tools": TOOLS}
+            try:
+                record: Any = convert(row, "Messages", "demonstrations", chat, "f:1")
+            except DataError:
+                continue
+            ids, spans = Encoder(tokenizer, 100_000, 100_000).whole(record)
+            answers = [message for message in messages if message["role"] == "assistant"]
+            for (start, end), answer in zip(spans, answers, strict=True):
+                found = reader.read(ids[:start], ids[start:end], TOOLS)
+                assert (found["role"], found["content"]) == ("assistant", answer["content"]), (name, title)
+                assert functions(found) == functions(answer), (name, title)
+    for name in ("qwen2_5", "qwen3", "qwen3_8", "qwen3_vl", "llama3_1", "glm4moe", "nemotron_3_nano"):
+        assert name in readable
+    assert not readable & {"gemma4", "gptoss", "lfm2_v2"}
+
+
+def test_a_tokenizer_may_say_itself_how_to_read() -> None:
+    tokenizer = with_ends(byte_tokens(), shipped()["trl: gemma4"][0])
+    with pytest.raises(
+        Unreadable, match=r"calls as the tokenizer's chat template writes them .* a response_template, as"
+    ):
+        AnswerReader.of(tokenizer, chat_format(tokenizer))
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|turn>model\n",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
+                "close": "<tool_call|>",
+                "repeats": True,
+                "content": "json",
+                "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"close_pattern": r"<turn\|>|<\|tool_response>", "content": "text"},
+        },
+    }
+    found = AnswerReader.of(tokenizer, chat_format(tokenizer)).read_text(
+        "<|turn>model\n", '<|tool_call>call:weather{city:<|"|>Bern<|"|>}<tool_call|><|tool_response>', TOOLS
+    )
+    assert functions(found) == [{"name": "weather", "arguments": {"city": "Bern"}}]
+
+
+def test_a_thought_is_apart_wherever_it_begins() -> None:
+    for name, before, text in (
+        ("qwen3", "<|im_start|>assistant\n", "<think>\nhm\n</think>\n\nNo.<|im_end|>"),
+        ("qwen3_6", "<|im_start|>assistant\n<think>\n", "hm\n</think>\n\nNo.<|im_end|>"),
+    ):
+        found = read(name, text, before)
+        assert found == {"role": "assistant", "reasoning_content": "hm", "content": "No."}, name
+
+
+def test_arguments_have_the_kinds_of_the_schema() -> None:
+    text = (
+        "<parameter=city>\n5\n</parameter>\n<parameter=days>\n5\n</parameter>\n<parameter=exact>\nfalse\n</parameter>"
+    )
+    found = read("qwen3_6", f"<tool_call>\n<function=weather>\n{text}\n</function>\n</tool_call><|im_end|>")
+    assert functions(found) == [{"name": "weather", "arguments": {"city": "5", "days": 5, "exact": False}}]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}\n</tool_call>',
+            "the call cannot be read: json",
+        ),
+        ('<tool_call>\n{"arguments": {"city": "Bern"}}\n</tool_call>', "the call cannot be read: .*name"),
+        ('<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call>', "a call has no name"),
+        (
+            '<tool_call>\n{"name": "weather", "arguments": "Bern"}\n</tool_call>',
+            "the arguments of weather are no object",
+        ),
+        ('<tool_call>\n["weather"]\n</tool_call>', "the call cannot be read"),
+        ("<tool_call>\n", "the call cannot be read"),
+    ],
+)
+def test_a_wrong_call_is_told_to_the_model(text: str, why: str) -> None:
+    with pytest.raises(WrongCall, match=why):
+        read("qwen2_5", text + "<|im_end|>")
+
+
+def test_what_has_no_calls_is_named() -> None:
+    plain = with_ends(byte_tokens(), "{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
+    for chat in (chat_format(plain), HumanAssistant("", "</s>")):
+        with pytest.raises(Unreadable, match="the tokenizer's chat template writes no call of a tool: message 1"):
+            AnswerReader.of(plain, chat)

@@ -1,0 +1,228 @@
+"""Episodes with an environment in Python: what the model sampled is what is trained, wherever the coordinator dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.coordinator.data.text.chat_template import chat_format
+from dovetail.coordinator.sessions.answer_reader import AnswerReader
+from dovetail.coordinator.sessions.bridge import Bridge
+from dovetail.coordinator.sessions.effects import Failed
+from dovetail.coordinator.sessions.play import Ending, Played, Player, SampledTurn
+from dovetail.coordinator.sessions.python_environment import EnvironmentClass
+from dovetail.coordinator.store.samples import Key
+from dovetail.coordinator.store.store import Store
+from helpers.chat_templates import byte_tokens, said, shipped, with_ends
+
+SAMPLE = Key(1, 0, 0)
+
+
+class Guess:
+    """A number is to be guessed."""
+
+    def reset(self, secret: int) -> str:
+        self.secret, self.tries, self.found = secret, 0, False
+        return "The number is between 1 and 9."
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: The guess.
+        """
+        if not 1 <= number <= 9:
+            raise ValueError("the number is between 1 and 9")
+        if number == 7 and self.secret == 0:
+            raise RuntimeError("the dice fell off the table")
+        self.tries += 1
+        self.found = number == self.secret
+        return "right" if self.found else "higher" if number < self.secret else "lower"
+
+    def get_reward(self) -> float:
+        return 1.0 / self.tries if self.found else 0.0
+
+    def _unseen(self) -> None: ...
+
+
+ENVIRONMENT = EnvironmentClass(Guess, "tests:Guess")
+ASKED = [said("user", "Guess.")]
+
+
+class Crash(BaseException):
+    """The coordinator dies."""
+
+
+def guess(number: object) -> str:
+    return f'<tool_call>\n{{"name": "guess", "arguments": {{"number": {json.dumps(number)}}}}}\n</tool_call><|im_end|>'
+
+
+class Coordinator:
+    """Lives that share a folder, and the tokens that were drawn. The model says `answers`, one a turn."""
+
+    def __init__(self, folder: Path, answers: Sequence[str], max_turns: int = 5) -> None:
+        self.folder, self.answers, self.max_turns = folder, answers, max_turns
+        self.tokenizer = with_ends(byte_tokens(), shipped()["trl: qwen2_5"][0])
+        self.drawn: dict[int, SampledTurn] = {}
+        self.prompts: dict[int, list[int]] = {}
+
+    def live(self, dies: str = "", secret: int = 5) -> Played:
+        """One life, which ends at this place, such as "draw 1" or "stored 0"."""
+        store, chat = Store(self.folder), chat_format(self.tokenizer)
+        reader = AnswerReader.of(self.tokenizer, chat)
+        player = Player(Bridge(chat, self.tokenizer), reader, store.tool_calls, ENVIRONMENT.tools, self.max_turns)
+
+        async def draw(turn: int, prompt: Sequence[int]) -> SampledTurn:
+            if dies == f"draw {turn}":
+                raise Crash
+            assert self.prompts.setdefault(turn, list(prompt)) == list(prompt), "a resumed episode asks the same"
+            text = self.answers[turn]
+            ids = [token for piece in pieces(text) for token in self.tokenizer(piece)["input_ids"]]
+            found = self.drawn.setdefault(
+                turn, SampledTurn(ids, [-float(turn + 1)] * len(ids), text.endswith("<|im_end|>"))
+            )
+            if dies == f"drawn {turn}":
+                raise Crash
+            return found
+
+        begun = ENVIRONMENT.begin({"secret": secret})
+        try:
+            return asyncio.run(player.play(SAMPLE, 0, ASKED, begun, draw))
+        finally:
+            store.close()
+
+
+def pieces(text: str) -> list[str]:
+    """The text in pieces that a tokenizer would not choose."""
+    body, end = (text.removesuffix("<|im_end|>"), "<|im_end|>") if text.endswith("<|im_end|>") else (text, "")
+    mark = "<tool_call>"
+    body = body.removeprefix(mark) if (opened := body.startswith(mark)) else body
+    closed = body.endswith("</tool_call>")
+    body = body.removesuffix("</tool_call>")
+    return [*([mark] if opened else []), *body, *(["</tool_call>"] if closed else []), *([end] if end else [])]
+
+
+GAME = [guess(3), guess(7), guess(5), "I won.<|im_end|>"]
+
+
+def learnt(played: Played) -> list[int]:
+    (branch,) = played.branches
+    return branch.tokens[branch.learnt].tolist()
+
+
+def test_a_game_is_played_to_its_end(tmp_path: Path) -> None:
+    coordinator = Coordinator(tmp_path, GAME)
+    played = coordinator.live()
+    assert played.ending is Ending.ANSWERED
+    assert played.reward == pytest.approx(1 / 3)
+    assert [m["content"] for m in played.messages if m["role"] == "tool"] == ["higher", "lower", "right"]
+    assert learnt(played) == [token for turn in range(4) for token in coordinator.drawn[turn].tokens]
+    (branch,) = played.branches
+    text = coordinator.tokenizer.decode(branch.tokens)
+    assert "<|im_start|>user\nGuess.\n\nThe number is between 1 and 9.<|im_end|>" in text
+    assert '"name": "guess", "description": "Guess the number."' in text
+    assert text.endswith(
+        "<|im_start|>user\n<tool_response>\nright\n</tool_response><|im_end|>\n<|im_start|>assistant\nI won.<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize("dies", [f"{where} {turn}" for where in ("draw", "drawn") for turn in (0, 1, 3)])
+def test_a_resumed_episode_is_the_same(tmp_path: Path, dies: str) -> None:
+    whole = Coordinator(tmp_path / "whole", GAME).live()
+    coordinator = Coordinator(tmp_path / "killed", GAME)
+    for place in (dies, "draw 2"):
+        with pytest.raises(Crash):
+            coordinator.live(place)
+    again = coordinator.live()
+    assert again.messages == whole.messages
+    assert (again.ending, again.reward) == (whole.ending, whole.reward)
+    assert learnt(again) == learnt(whole)
+    assert again.branches[0].tokens.tolist() == whole.branches[0].tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("answers", "ending", "told"),
+    [
+        ([guess(3)] * 5, Ending.TURNS, ["higher"] * 5),
+        ([guess(3), "I do not"], Ending.CUT, ["higher"]),
+        (["<tool_call>\nguess(3)\n</tool_call><|im_end|>"], Ending.WRONG_CALL, []),
+        ([guess(33), "No.<|im_end|>"], Ending.ANSWERED, ["error: the number is between 1 and 9"]),
+        (
+            [guess(3).replace("number", "digit"), "No.<|im_end|>"],
+            Ending.ANSWERED,
+            ["error: guess: missing a required argument: 'number'"],
+        ),
+        (
+            [guess(3).replace('"guess"', '"_unseen"'), guess(3).replace('"guess"', '"reset"'), "No.<|im_end|>"],
+            Ending.ANSWERED,
+            [
+                "error: there is no tool _unseen; the tools are guess",
+                "error: there is no tool reset; the tools are guess",
+            ],
+        ),
+    ],
+)
+def test_what_the_model_does_wrong_is_its_own(
+    tmp_path: Path, answers: list[str], ending: Ending, told: list[str]
+) -> None:
+    played = Coordinator(tmp_path, answers).live()
+    assert played.ending is ending
+    assert [message["content"] for message in played.messages if message["role"] == "tool"] == told
+    assert played.reward == 0.0
+    assert bool(played.why) == (ending is Ending.WRONG_CALL)
+
+
+def test_what_the_environment_does_wrong_is_not_the_models(tmp_path: Path) -> None:
+    with pytest.raises(Failed, match=r"^tests:Guess.guess raised RuntimeError: the dice fell off the table$"):
+        Coordinator(tmp_path, [guess(7)]).live(secret=0)
+    with pytest.raises(Failed, match=r"^tests:Guess.reset raised TypeError: .*'secret'"):
+        ENVIRONMENT.begin({})
+
+
+class NoReset:
+    def guess(self, number: int) -> str: ...
+
+
+class NoTool:
+    def reset(self) -> None: ...
+
+
+class NoTypes(NoTool):
+    def guess(self, number) -> str:
+        """Guess."""
+        return str(number)
+
+
+class NoNumber(NoTool):
+    def get_reward(self) -> float:
+        return float("nan")
+
+    def guess(self) -> int:
+        """Guess."""
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (NoReset, "must be a class with a method reset"),
+        (len, "must be a class with a method reset"),
+        (NoTool, "has no public method besides reset and get_reward"),
+        (NoTypes, "the method guess of m:C is a tool, but its schema cannot be made: .*; give each argument a type"),
+    ],
+)
+def test_a_class_that_is_no_environment_is_named(made: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        EnvironmentClass(made, "m:C")
+
+
+def test_a_reward_is_a_number() -> None:
+    begun = EnvironmentClass(NoNumber, "m:C").begin({})
+    assert begun.observation == ""
+    with pytest.raises(Failed, match="get_reward returned nan, which is no finite number"):
+        begun.reward()
