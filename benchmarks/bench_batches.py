@@ -2,8 +2,8 @@
 
 Real preparation of data, real files and routes, in this process. RANKS (64) emulated ranks in another process ask for
 one step of SFT of about SFT_TOKENS (90000) tokens, and then for a batch of PPO with SAMPLES (4096) samples whose
-lengths have a long tail (mean 3,000 tokens of response, at most 32,768). METHOD: `grpo` asks as ranks whose advantages
-need only their own rows, `gae` as ranks that whiten advantages, `whole` for the whole file each; several by commas.
+lengths have a long tail (mean 3,000 tokens of response, at most 32,768): rank 0 for the log-probabilities and values
+of all samples, the others for their own rows.
 
 Prints a JSON line for each part. `turn_ms`: CPU time of the longest turn of the event loop, in which it answers nobody.
 `cpu_seconds` are those of this process, all threads. `peak_mb`: how far its memory rose."""
@@ -35,18 +35,18 @@ from dovetail.protocol.http import serving
 
 TOKEN, PROMPT = "token", 128
 RANKS, SAMPLES = int(os.environ.get("RANKS", "64")), int(os.environ.get("SAMPLES", "4096"))
-SFT_TOKENS, METHODS = int(os.environ.get("SFT_TOKENS", "90000")), os.environ.get("METHOD", "grpo").split(",")
+SFT_TOKENS = int(os.environ.get("SFT_TOKENS", "90000"))
 TABLES = ["rollout_logprobs", "ref_logprobs", "values"]
 
 
-def ask(port: int, key: str, method: str, answers: Any) -> None:
+def ask(port: int, key: str, answers: Any) -> None:
     """The ranks: each asks for its part, reads it, and keeps nothing."""
 
     async def rank(number: int, session: aiohttp.ClientSession) -> int:
         url, size = f"http://127.0.0.1:{port}/v1/batches/{key}", 0
         requests: list[dict[str, Any] | None] = [None]
-        if key.startswith("ppo") and method != "whole":
-            whole = TABLES if method == "gae" or number == 0 else []
+        if key.startswith("ppo"):
+            whole = TABLES if number == 0 else []
             some = ["tokens", *(name for name in TABLES if name not in whole)]
             order = np.random.default_rng(0).permutation(SAMPLES)
             requests = [{}, {"rows": sorted(order[number::RANKS].tolist()), "some": some, "whole": whole}]
@@ -152,10 +152,9 @@ async def serve(folder: Path) -> None:
     await site.start()
     port = runner.addresses[0][1]
     context = multiprocessing.get_context("spawn")
-    asked: list[tuple[str, dict[str, Any]]] = [("sft/2", {"tokens": tokens})]
-    for key, more in asked + [("ppo/1", {"samples": SAMPLES, "method": method}) for method in METHODS]:
+    for key, more in (("sft/2", {"tokens": tokens}), ("ppo/1", {"samples": SAMPLES})):
         ours, theirs = context.Pipe()
-        process = context.Process(target=ask, args=(port, key, more.get("method", ""), theirs), daemon=True)
+        process = context.Process(target=ask, args=(port, key, theirs), daemon=True)
         costs.begin()
         process.start()
         theirs.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,10 @@ from hypothesis import strategies as st
 
 from dovetail.manifest.types import PPO
 from dovetail.protocol.wire import Arrays, Document, pack, unpack
+from dovetail.trainer.algorithms.advantages import Statistics
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.steps.experience_batch import PPOSamples, counted_samples, targets
-from dovetail.trainer.steps.ppo_step import _cuts, _part
+from dovetail.trainer.steps.ppo_step import _cuts, _part, _shared_goals
 from dovetail.trainer.steps.step_context import Context
 from helpers.fake_coordinator import as_stored
 from helpers.trainer_ranks import ppo_batch
@@ -60,11 +63,11 @@ def context_of(rank: int, dp: int, ppo: PPO) -> Context:
     return found
 
 
-def own(context: Context, kl: float, lengths: list[int]) -> tuple[list[int], Any]:
-    step: Any = SimpleNamespace(step=1, micro_batch_tokens=None, kl_coef=kl)
+def own(context: Context, lengths: list[int]) -> tuple[list[int], Any]:
+    step: Any = SimpleNamespace(step=1, micro_batch_tokens=None)
     cuts = _cuts(context, step, lengths, ["actor"])
     rows = sorted({row for cut in cuts for part in cut.work["actor"] for row in part})
-    return rows, _part(context, step, rows)
+    return rows, _part(context, rows)
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.3])
@@ -76,18 +79,22 @@ def test_a_rank_computes_the_same_bits_from_its_part(method: str, kl: float) -> 
     document = Document(pack(arrays))
     samples = PPOSamples.read(arrays, config)
     recomputed = samples.rollout_logprobs * 1.01
-    expected = targets(samples, config, kl, recomputed)
-    less = 0
+    found_by_first = Statistics()
+    expected = targets(samples, config, kl, recomputed, statistics=found_by_first)
+    sent_to_first, less = 0, 0
     for rank in range(4):
         context = context_of(rank, 4, config)
-        rows, part = own(context, kl, samples.sequences.lengths.tolist())
+        rows, part = own(context, samples.sequences.lengths.tolist())
         head, ranges = document.part(part)
         sent = head + document.read(ranges)
-        less += len(sent) < document.size
+        sent_to_first = sent_to_first or len(sent)
+        less += len(sent) < (document.size if rank == 0 else sent_to_first)
         mine = PPOSamples.read(unpack(sent), config)
         for name in ("tokens", "lengths"):
             assert torch.equal(getattr(mine.sequences, name)[rows], getattr(samples.sequences, name)[rows])
-        goals = targets(mine, config, kl, torch.where(mine.rollout_logprobs != 0, recomputed, 0.0))
+        given = None if rank == 0 else json.loads(json.dumps(found_by_first.found))
+        own_recomputed = torch.where(mine.rollout_logprobs != 0, recomputed, 0.0)
+        goals = targets(mine, config, kl, own_recomputed, statistics=Statistics(given))
         pairs = [
             (goals.advantages, expected.advantages),
             (goals.returns, expected.returns),
@@ -129,7 +136,47 @@ def test_the_rows_of_the_ranks_are_a_partition_of_the_samples(
     assert sorted(row for cut in of_ranks[0] for row in cut.rows) == sorted(list(range(16)) * epochs)
 
 
+class OneMessage:
+    """The groups of several ranks, one after the other: what rank 0 tells."""
+
+    def __init__(self) -> None:
+        self.told = ""
+
+    def context(self, rank: int) -> Any:
+        def broadcast_json(value: Any) -> Any:
+            if rank == 0:
+                self.told = json.dumps(value)
+            return json.loads(self.told)
+
+        return SimpleNamespace(groups=SimpleNamespace(rank=rank, broadcast_json=broadcast_json), advantages=None)
+
+
+def test_ranks_have_the_goals_or_the_refusal_of_rank_0() -> None:
+    config = PPO.model_validate({"miniBatchSize": 8, "microBatchSize": 2, "globalBatchSize": 16})
+    samples = PPOSamples.read(whole_batch(False), config)
+    zeros = torch.zeros_like(samples.rollout_logprobs)
+    few = replace(samples, rollout_logprobs=zeros.clone(), values=zeros.clone(), ref_logprobs=zeros.clone())
+    for name in ("rollout_logprobs", "values", "ref_logprobs"):
+        getattr(few, name)[3] = getattr(samples, name)[3]
+
+    def make(samples: PPOSamples) -> Any:
+        return lambda statistics: targets(samples, config, 0.1, None, statistics=statistics)
+
+    ranks = OneMessage()
+    first = _shared_goals(ranks.context(0), make(samples), None)
+    second = _shared_goals(ranks.context(1), make(few), None)
+    assert torch.equal(first.advantages[3], second.advantages[3])
+    assert first.advantages[3].any()
+
+    def refuse(_: Any) -> Any:
+        raise BadCommand("these returns are no numbers")
+
+    for rank in (0, 1):
+        with pytest.raises(BadCommand, match="no numbers"):
+            _shared_goals(ranks.context(rank), refuse if rank == 0 else make(few), None)
+
+
 def test_rows_that_cannot_be_shared_are_refused_before_they_are_fetched() -> None:
     config = PPO.model_validate({"miniBatchSize": 8, "microBatchSize": 2, "globalBatchSize": 16})
     with pytest.raises(BadCommand, match="miniBatchSize"):
-        own(context_of(0, 2, config), 0.1, [5] * 15)
+        own(context_of(0, 2, config), [5] * 15)

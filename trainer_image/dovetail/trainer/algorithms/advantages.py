@@ -6,7 +6,7 @@ So holes and right padding follow one rule. Results are 0 outside the mask."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -204,11 +204,29 @@ def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 # ---------------------------------------------------------------- rewards and whitening
 
 
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+class Statistics:
+    """Figures over all samples, such as a mean. Who has all samples computes them, and `found` has them in the order of
+    use, as lists of numbers. Who has `given` ones, from a process with all samples, takes these instead."""
+
+    def __init__(self, given: Sequence[list[float]] | None = None) -> None:
+        self._given = None if given is None else list(given)
+        self.found: list[list[float]] = []
+
+    def of(self, compute: Callable[[], Tensor]) -> Tensor:
+        """What `compute` returns, a vector of floats, or what was given in its place, with the same bits."""
+        computed = compute()
+        if self._given is not None:
+            return torch.tensor(self._given.pop(0), dtype=computed.dtype, device=computed.device)
+        self.found.append(computed.tolist())
+        return computed
+
+
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, statistics: Statistics | None = None) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) over the tokens of `mask` in the whole batch, 0 outside; x, mask (batch, time).
 
     The variance is unbiased. For a single token it is 0. With `shift_mean` False the mean is kept, because rewards must
-    keep their sign. Statistics are not additive, so give the whole batch and not a micro-batch."""
+    keep their sign. The mean and the variance are of the whole batch and not of a micro-batch: `statistics` gives them
+    where some rows of x are missing."""
     with torch.no_grad():
         keep = kept(mask)
         x = wide(x)
@@ -220,10 +238,13 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
             zero = torch.zeros((), dtype=torch.float64, device=x.device)
             return sum((torch.where(keep[b], part(b), 0.0).sum(dtype=torch.float64) for b in blocks), zero)
 
-        mean = total(lambda b: x[b]) / count.clamp(min=1)
-        # A 0-dimensional mean would first be rounded to x's precision.
-        variance = total(lambda b: (x[b].double() - mean).square()) / (count - 1).clamp(min=1)
-        scale = torch.rsqrt(variance + WHITEN_EPS)
+        def mean_and_scale() -> Tensor:
+            mean = total(lambda b: x[b]) / count.clamp(min=1)
+            # A 0-dimensional mean would first be rounded to x's precision.
+            variance = total(lambda b: (x[b].double() - mean).square()) / (count - 1).clamp(min=1)
+            return torch.stack([mean, torch.rsqrt(variance + WHITEN_EPS)])
+
+        mean, scale = (statistics or Statistics()).of(mean_and_scale).unbind()
         kept_mean = torch.zeros_like(mean) if shift_mean else mean
         result = torch.empty_like(x)
         for b in blocks:
@@ -279,7 +300,7 @@ def final_scores(config: PPO, scores: Tensor, finished: Tensor, lengths: Tensor)
     )
 
 
-def reinforce(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+def reinforce(rewards: Tensor, mask: Tensor, gamma: float, statistics: Statistics | None = None) -> Tensor:
     """REINFORCE++ (Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
     Normalization"). An advantage is the discounted sum of the rewards of the token and all later ones, whitened over
     the batch.
@@ -287,7 +308,7 @@ def reinforce(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     rewards, mask (batch, time). Tokens outside the mask are skipped, as in `gae`."""
     with torch.no_grad():
         returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
-        return whiten(returns, mask)
+        return whiten(returns, mask, statistics=statistics)
 
 
 def reinforce_baseline(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
@@ -399,6 +420,7 @@ def compute_advantages(
     kl_coef: float,
     values: Tensor | None = None,
     steps: tuple[Tensor, Tensor] | None = None,
+    statistics: Statistics | None = None,
 ) -> Advantages:
     """Advantages of a whole iteration's batch, as `spec.ppo` says. `rewardClip: Auto` clips nothing here, because
     `dovetail.manifest.resolve` resolves it.
@@ -406,6 +428,9 @@ def compute_advantages(
     scores, groups, finished (batch,); logprobs (of the old policy), ref_logprobs, mask, values (batch, time). `steps`
     holds the rewards of steps (batch, time), and the tokens at which they end (batch, time) bool. With gae and
     reinforce++ they are token rewards. With group baselines the result of `process_advantages` is added.
+
+    A row of logprobs, ref_logprobs or values may be 0 where its advantages are not wanted, if `statistics` has figures
+    of a call with all rows.
 
     First come the token rewards: the clipped score, the penalties for a missing end and for length, and -kl_coef * k1
     if the KL penalty is in the reward. `whitenRewards` scales them and keeps their mean. Then `advantage` decides:
@@ -421,7 +446,7 @@ def compute_advantages(
 
     Raises ValueError if gae lacks values, or if another estimator than k1 is to go into the reward."""
     with torch.no_grad():
-        keep = kept(mask)
+        keep, statistics = kept(mask), statistics or Statistics()
         if not config.kl_in_loss and config.kl_estimator != "k1":
             raise ValueError(f"kl.estimator {config.kl_estimator} in the reward lowers another quantity than the KL")
         kl = kl_estimate(logprobs, ref_logprobs, keep, "k1")
@@ -431,7 +456,7 @@ def compute_advantages(
         if steps is not None and not config.compares_samples:
             rewards = rewards + inside(steps[0], keep)
         if config.whiten_rewards and not by_deviation:
-            rewards = whiten(rewards, keep, shift_mean=False)
+            rewards = whiten(rewards, keep, shift_mean=False, statistics=statistics)
         returns: Tensor | None = None
         if config.advantage == "gae":
             if values is None:
@@ -443,20 +468,20 @@ def compute_advantages(
                 lams = length_adaptive_lambda(keep.sum(dim=1), config.lam_alpha)
                 advantages = gae_by_row(rewards, values, keep, config.gamma, lams)
             if config.whiten_advantages:
-                advantages = whiten(advantages, keep)
+                advantages = whiten(advantages, keep, statistics=statistics)
         elif by_deviation:
-            penalty = None if config.kl_in_loss else kl_coef * kl.sum(dim=1)
+            penalty = None if config.kl_in_loss else statistics.of(lambda: kl_coef * kl.sum(dim=1))
             advantages = grpo(final, groups, keep, penalty=penalty)
         elif config.advantage == "grpo":
-            advantages = grpo(rewards.sum(dim=1), groups, keep, normalize_std=False)
+            advantages = grpo(statistics.of(lambda: rewards.sum(dim=1)), groups, keep, normalize_std=False)
         elif config.advantage == "reinforce++":
-            advantages = reinforce(rewards, keep, config.gamma)
+            advantages = reinforce(rewards, keep, config.gamma, statistics)
         elif config.advantage == "reinforce++-baseline":
-            advantages = reinforce_baseline(rewards.sum(dim=1), groups, keep)
+            advantages = reinforce_baseline(statistics.of(lambda: rewards.sum(dim=1)), groups, keep)
         elif config.advantage == "distillation":
             advantages = -kl
         else:
-            advantages = rloo(rewards.sum(dim=1), groups, keep)
+            advantages = rloo(statistics.of(lambda: rewards.sum(dim=1)), groups, keep)
         if steps is not None and config.compares_samples:
             advantages = advantages + process_advantages(*steps, groups, keep, normalize_std=by_deviation)
         return Advantages(advantages, returns, rewards, kl)

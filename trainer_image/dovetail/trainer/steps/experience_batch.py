@@ -1,6 +1,7 @@
-"""A PPO batch as tensors. Advantages, weights and metrics are computed once over all of it.
+"""A PPO batch as tensors, and what its losses need.
 
-Every rank does this for the whole global batch. It is cheap, and whitening and group baselines need all samples."""
+Rank 0 has all samples. It computes the metrics, and what whitening and group baselines need of all samples
+(`Statistics`). Another rank has the rows that it trains."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from torch import Tensor
 from dovetail.manifest.types import PPO, Dtype, RLHFJobSpec, Role
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.wire import Arrays
-from dovetail.trainer.algorithms.advantages import compute_advantages, equal_groups, equal_steps, final_scores
+from dovetail.trainer.algorithms.advantages import (
+    Statistics,
+    compute_advantages,
+    equal_groups,
+    equal_steps,
+    final_scores,
+)
 from dovetail.trainer.algorithms.importance import mismatch_metrics, staleness_metrics, truncated_weights
 from dovetail.trainer.algorithms.kl import kl_estimate
 from dovetail.trainer.command_errors import BadCommand
@@ -155,15 +162,6 @@ def counted_samples(samples: PPOSamples, config: PPO) -> Tensor | None:
     return counted
 
 
-def reads_all_rows(config: PPO, kl_coef: float) -> bool:
-    """Whether an advantage depends on the log-probabilities or values of other samples."""
-    if config.whiten_rewards or config.advantage.startswith("reinforce++"):
-        return True
-    if config.advantage == "gae":
-        return config.whiten_advantages
-    return config.compares_samples and config.reads_reference and not config.kl_in_loss and kl_coef != 0
-
-
 def right_samples(samples: PPOSamples, config: PPO) -> Tensor | None:
     """(N,) bool: the samples whose score says that they are right (`rightScore`). It is None if `rightCoef` is 0."""
     return samples.scores >= config.right_score if config.right_coef > 0 else None
@@ -216,8 +214,10 @@ def targets(
     recomputed: Tensor | None,
     function: UserAdvantages | None = None,
     iteration: int = 1,
+    statistics: Statistics | None = None,
 ) -> Targets:
-    """Advantages and the other inputs of the losses, over the global batch.
+    """Advantages and the other inputs of the losses, over the global batch. Rows that the samples do not have are of no
+    use, and neither are then the metrics; `statistics` has what was found over all.
 
     `recomputed` (N, R) are the log-probabilities at the trainer's current weights. With None the rollout's are used.
     `function` is the function of `advantageFunction`. `iteration` is 1 for the first. Advantages in the batch take
@@ -236,7 +236,7 @@ def targets(
             metrics |= staleness_metrics(recomputed, samples.rollout_logprobs, mask, weights, cap)
         if staleness == 0:  # otherwise the gap also contains what was learnt meanwhile, and is no error
             metrics |= mismatch(recomputed, samples.rollout_logprobs, mask, cap)
-    advantages, returns, rewards = _advantages(samples, config, kl_coef, function, old, iteration)
+    advantages, returns, rewards = _advantages(samples, config, kl_coef, function, old, iteration, statistics)
     clip = None if config.reward_clip == "Auto" or samples.advantages is not None else config.reward_clip
     metrics |= {
         "reward": float(samples.scores.double().mean()),
@@ -267,7 +267,13 @@ def targets(
 
 
 def _advantages(
-    samples: PPOSamples, config: PPO, kl_coef: float, function: UserAdvantages | None, old: Tensor, iteration: int
+    samples: PPOSamples,
+    config: PPO,
+    kl_coef: float,
+    function: UserAdvantages | None,
+    old: Tensor,
+    iteration: int,
+    statistics: Statistics | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Advantages, returns and the rewards from which they were computed, each (N, R). Raises BadCommand."""
     if samples.advantages is not None:
@@ -294,6 +300,7 @@ def _advantages(
             steps=None
             if samples.step_rewards is None or samples.step_ends is None
             else (samples.step_rewards, samples.step_ends),
+            statistics=statistics,
         )
     except ValueError as error:
         raise BadCommand(str(error)) from error

@@ -18,6 +18,7 @@ from dovetail.models.layers.logprobs import Entropy
 from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Action, BatchPart, Step
 from dovetail.protocol.wire import OF_RESPONSE, OF_SEQUENCE, Arrays, row_lengths
+from dovetail.trainer.algorithms.advantages import Statistics
 from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_weights
 from dovetail.trainer.algorithms.kl import kl_loss
 from dovetail.trainer.algorithms.losses import aggregation_weights, entropy_bonus, ptx_loss, right_loss, value_loss
@@ -38,7 +39,6 @@ from dovetail.trainer.steps.experience_batch import (
     PPOSamples,
     Targets,
     counted_samples,
-    reads_all_rows,
     recomputes_old_logprobs,
     response_positions,
     right_samples,
@@ -113,7 +113,7 @@ def prepare_step(context: Context, step: Step) -> Run:
         if recompute or shared:
             micro, tokens = context.spec.ppo.micro_batch_size, step.micro_batch_tokens
             rows |= {row for part in context.passes("actor", lengths.tolist(), micro, tokens) for row in part.rows}
-        return _part(context, step, sorted(rows))
+        return _part(context, sorted(rows))
 
     arrays = context.fetch(step.batch, part)
     samples = PPOSamples.read(arrays, config, own_values=shared)
@@ -133,37 +133,72 @@ def prepare_step(context: Context, step: Step) -> Run:
     if "critic" in models and samples.values is None and config.value_clip is not None:
         raise BadCommand("the batch has no array 'values', which the critic's clipped loss needs")
     learns_values = shared or "critic" in models
-    if not recompute and not shared:
+
+    def goals_of(samples: PPOSamples, recomputed: Tensor | None, statistics: Statistics) -> Targets:
+        function, number = context.advantages, step.step
+        found = targets(samples, config, step.kl_coef, recomputed, function, number, statistics)
+        check_returns(learns_values, found)
+        return found if recompute or shared else replace(found, current=not trusted)
+
+    ready = None
+    if not recompute and not shared and _has_all_rows(context):
         # The advantages need no collective here. So a bad batch is refused before anything has changed.
-        ready = targets(samples, config, step.kl_coef, None, context.advantages, iteration=step.step)
-        check_returns(learns_values, ready)
+        statistics = Statistics()
+        ready = goals_of(samples, None, statistics), statistics
 
     def run() -> Metrics:
+        with_values, recomputed = samples, None
         if recompute or shared:
             with context.timeline.phase("old log-probabilities"):
                 old, values = before_step(context, samples, step.micro_batch_tokens)
             with_values = replace(samples, values=values) if shared else samples
             recomputed = old if recompute else None
-            function, number = context.advantages, step.step
-            goals = targets(with_values, config, step.kl_coef, recomputed, function, number)
-            check_returns(learns_values, goals)
-        else:
-            goals = replace(ready, current=not trusted)
+        goals = _shared_goals(context, lambda statistics: goals_of(with_values, recomputed, statistics), ready)
         return _train(context, samples, goals, ptx, minis, schedule, models)
 
     return run
 
 
-def _part(context: Context, step: Step, rows: list[int]) -> BatchPart:
-    """The part of the batch for a rank that trains these rows. A function of the user sees all samples. Rank 0 reports
-    metrics of all of them."""
-    config = ppo_config(context.spec)
+def _has_all_rows(context: Context) -> bool:
+    """Rank 0 reports metrics of all samples, and a function of the user sees all of them on each rank."""
+    return context.groups.rank == 0 or context.advantages is not None
+
+
+def _shared_goals(
+    context: Context, make: Callable[[Statistics], Targets], ready: tuple[Targets, Statistics] | None
+) -> Targets:
+    """What `make` returns, or `ready`, which it has returned. A rank with some rows makes it with the statistics that
+    rank 0 found. Raises BadCommand on every rank if it does on rank 0. This is a collective call."""
+    groups = context.groups
+    if context.advantages is not None:
+        return make(Statistics()) if ready is None else ready[0]
+    if groups.rank != 0:
+        told = groups.broadcast_json(None)
+        if told["error"] is not None:
+            raise BadCommand(told["error"])
+        return make(Statistics(told["found"]))
+    statistics, error = Statistics(), None
+    try:
+        ready = ready or (make(statistics), statistics)
+    except BadCommand as problem:
+        error = problem
+    groups.broadcast_json(
+        {"error": error and str(error), "found": statistics.found if ready is None else ready[1].found}
+    )
+    if ready is None:
+        assert error is not None
+        raise error
+    return ready[0]
+
+
+def _part(context: Context, rows: list[int]) -> BatchPart:
+    """The part of the batch for a rank that trains these rows."""
     whole = [*PTX, "step_rewards", "step_ends"]
     some = ["tokens"] + ["routed_experts"] * ("actor" in context.engine.models)
     if context.advantages is not None:
         return BatchPart(whole=[*whole, *OF_SEQUENCE, *OF_RESPONSE])
     others = [name for name in OF_RESPONSE if name not in whole]
-    if context.groups.rank == 0 or reads_all_rows(config, step.kl_coef):
+    if _has_all_rows(context):
         return BatchPart(rows=rows, some=some, whole=whole + others)
     return BatchPart(rows=rows, some=some + others, whole=whole)
 
