@@ -44,6 +44,8 @@ class PlanError(ValueError):
 
 FOR_TWO = ("Fused", "TimeSharing", "Dedicated")
 """The values of plan.intraStageFusion that only actor and critic together can have."""
+# CPU time of the coordinator's event loop for a sample, and for each of its tokens: bench_coordinator, on one core.
+SAMPLE_SECONDS, TOKEN_SECONDS = 1.8e-3, 1.5e-6
 MOST_RANKS = 4096  # the largest pp, tp or dp that a plan's layout may have
 
 
@@ -123,6 +125,7 @@ def _planned(job: PlannedJob, no_lag: str | None) -> Plan:
             *_useless_pins(spec, placed),
             *too_small(memory),
             *_further_rounds(spec),
+            *_too_fast(placed),
         ],
         prediction=_predicted(spec, placed, no_lag),
         stages=list(placed.stages),
@@ -194,6 +197,23 @@ def _further_rounds(spec: RLHFJobSpec) -> list[str]:
     return [
         f"Predicted times and prices are of one round of generation; with spec.ppo.dynamicSampling {rounds} an "
         f"iteration may draw up to {rounds} more, each of the prompts that are replaced."
+    ]
+
+
+def _too_fast(placed: Placed) -> list[str]:
+    """A warning about GPUs that generate faster than the coordinator's one process follows."""
+    if placed.chosen is None:
+        return []
+    work = placed.chosen.costs.work
+    made = max((t.seconds for t in placed.chosen.prediction.tasks if t.task == "generation"), default=0.0)
+    tokens = work.batch * work.response.mean
+    followed = work.batch * SAMPLE_SECONDS + tokens * TOKEN_SECONDS
+    if not 0 < made < followed:
+        return []
+    return [
+        f"The rollouts could make {tokens / made:,.0f} tokens a second, and the coordinator follows about "
+        f"{tokens / followed:,.0f} of responses of {work.response.mean:.0f} tokens: generation will take about "
+        f"{followed:.1f} s an iteration, not {made:.1f} s; fewer replicas of the rollout groups would do."
     ]
 
 

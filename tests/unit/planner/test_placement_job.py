@@ -71,6 +71,17 @@ def test_pipeline_stages_come_where_a_model_does_not_fit_without():
     assert large.prediction is not None
 
 
+def test_a_plan_warns_of_rollouts_that_the_coordinator_cannot_follow():
+    """Many short responses: each sample costs the coordinator the same, however short."""
+    sizes = {"globalBatchSize": 2048, "miniBatchSize": 2048}
+    groups = [group("train", ["trainer"], per_pod=4), group("gen", ["rollout"], replicas=8)]
+    (warning,) = make_plan(spec(groups, ppo=sizes, generation={"maxTokens": 8})).warnings
+    assert "the coordinator follows about" in warning
+    assert "tokens a second" in warning
+    larger = [group("train", ["trainer"], per_pod=8), group("gen", ["rollout"], replicas=8)]
+    assert make_plan(spec(larger, MEDIUM)).warnings == []
+
+
 def test_groups_that_are_too_small_are_refused_with_the_number_and_what_helps():
     with pytest.raises(
         PlanError, match=r"needs [\d.]+ GiB per GPU on group t, 32.0 GiB there \(most: .*use GPUs of at least 40 GiB"
