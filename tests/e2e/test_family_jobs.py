@@ -63,6 +63,8 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
         ("olmo2", "olmo3", "smollm3", "glm4", "ministral3", "ernie4_5", "arcee", "exaone4", "seed_oss", "cohere2"),
         (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2}),
     ),
+    # Its layers do not know where packed sequences begin: each is a row.
+    "stablelm": (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2}),
     # Factors that change the embedding, the attention, the sums and the logits.
     "granite": (
         2,

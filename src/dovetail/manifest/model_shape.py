@@ -174,29 +174,23 @@ class ModelShape:
     # ------------------------------------------------------------ bytes a token
 
     def saved_bytes(self, itemsize: int, tp: int = 1) -> float:
-        """The bytes that autograd keeps of one block for one token, on one of `tp` tensor-parallel ranks. Attention
-        runs in a fused kernel (scaled_dot_product_attention) if the family has one. `itemsize`: bytes of a number.
-
-        - Norms: each keeps its input in float32, the normalised input and the scaled input. torch's own LayerNorm, with
-          a bias or without any weight, keeps less than the RMSNorms of transformers.
-        - Attention: queries, keys, values, the output, and a float32 number for each head. If one layer makes queries,
-          keys and values, all three are kept as long as the values are.
-        - MLP: its inner tensors, which are gate, its activation, up and their product, or as many as the family says.
-        - Experts: the states of a token before and after each of its experts, with their order and weights, and the
-          scores of all experts."""
-        q, k, i, h, b = self.queries / tp, self.keys / tp, self.intermediate / tp, self.hidden, itemsize
-        family = MODEL_FAMILIES[self.family]
-        fused_kernel = not (family.bounded_scores or family.sinks)
-        attention = (2 * q + 2 * k) * b + fused_kernel * 4 * self.heads / tp
-        norms = family.norms * (2 * h * b + 2 * b if family.norm_vectors != 1 else h * (4 + 2 * b) + 4)
-        each_head = (q + k) * (4 + b) + 4 * (self.heads + self.kv_heads) / tp if family.head_norms else 0.0
-        norms -= h * b * family.side_by_side
-        fused = (q + k) * b * any(part.outputs == "attention" for part in family.linears)
-        turned = q * b * family.partial_rotary
-        inner = family.kept * i * b
-        if self.experts:
-            inner = self.chosen * (2 * h * b + inner + 36) + self.experts * b
-        return norms + attention + each_head + fused + turned + inner
+        """The bytes that autograd keeps of one block for one token, on one of `tp` tensor-parallel ranks, as measured
+        (`ModelFamily.kept`). `itemsize`: bytes of a number."""
+        widths = {
+            "token": 1.0,
+            "hidden": self.hidden,
+            "queries": self.queries / tp,
+            "keys": self.keys / tp,
+            "inner": self.intermediate / tp,
+            "heads": self.heads / tp,
+            "key_heads": self.kv_heads / tp,
+            "experts": self.experts,
+            "chosen": self.chosen,
+            "chosen_hidden": self.chosen * self.hidden,
+            "chosen_inner": self.chosen * self.intermediate,
+        }
+        kept = MODEL_FAMILIES[self.family].kept
+        return sum(widths[name] * (4 * single + itemsize * own) for name, (single, own) in kept.items())
 
     def kv_bytes(self, itemsize: int, tp: int = 1) -> float:
         """The bytes of the KV cache of one token in all blocks, on one of `tp` ranks. A key head is never split. Blocks

@@ -35,11 +35,11 @@ def check_config(config: Any, where: str) -> None:
 
 
 def without_dropout(config: Any) -> Any:
-    """A copy of the configuration whose dropout rates are 0. Policy ratios compare two passes over the same tokens, so
-    these passes must agree."""
+    """A copy of the configuration whose rates of dropout and of noise in routers are 0. Policy ratios compare two
+    passes over the same tokens, so these passes must agree."""
     copy = type(config).from_dict(config.to_dict())
     for name, rate in copy.to_dict().items():
-        if isinstance(rate, float) and name.endswith(("dropout", "drop", "dropout_prob")):
+        if isinstance(rate, float) and name.endswith(("dropout", "drop", "dropout_prob", "jitter_noise")):
             setattr(copy, name, 0.0)
     return copy
 

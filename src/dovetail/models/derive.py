@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dovetail.manifest.model_families import MODEL_FAMILIES, Experts, LinearPart, ModelFamily
-from dovetail.manifest.model_families.family import Width
+from dovetail.manifest.model_families.family import EXPERT_MATRICES, Width
 from dovetail.models.config import ModelError
 from dovetail.protocol.errors import last_line
 
@@ -57,7 +57,7 @@ def resized(config: Any, layers: int, **sizes: Any) -> Any:
     itself, and keeps the pattern of the layers."""
     known = config.to_dict()
     if "num_hidden_layers" not in known:
-        raise ModelError("its configuration has no field num_hidden_layers")
+        raise ModelError("its config.json has no num_hidden_layers, from which Dovetail takes the number of layers")
     fields = {**known, **{name: value for name, value in sizes.items() if name in known}, "num_hidden_layers": layers}
     before = known["num_hidden_layers"]
     for name, value in known.items():  # one entry for each layer
@@ -78,8 +78,8 @@ def whole_model(config: Any, **options: Any) -> Any:
 
 
 def derive_family(config: Any) -> ModelFamily:
-    """The facts about the family of `config`, except what autograd keeps (`kept`, `partial_rotary`, `side_by_side`),
-    which must be measured. Raises ModelError if stages cannot compute such a model."""
+    """The facts about the family of `config`, except what autograd keeps (`kept`), which must be measured, and
+    `packs`, which must be proved. Raises ModelError if stages cannot compute such a model."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -196,13 +196,22 @@ def _experts(layer: nn.Module, config: Any, kind: str) -> Experts | None:
         return None
     if (known := _ONLY_KNOWN.get(kind, {}).get("experts")) is not None:
         return known  # type: ignore[no-any-return]
-    sources = [c.source_patterns for c in get_checkpoint_conversion_mapping(kind) or ()]
-    plain = [[f"mlp.experts.*.{n}_proj.weight" for n in each] for each in (("gate", "up"), ("down",))]
+    saved, matrices = "mlp", {}
+    for change in get_checkpoint_conversion_mapping(kind) or ():
+        sources, target = change.source_patterns, change.target_patterns[0]
+        if target == ".mlp.":
+            saved = sources[0].strip(".")
+        else:
+            matrices[target.rpartition("experts.")[2]] = tuple(each.rpartition("experts.*.")[2] for each in sources)
+    lengths = {name: len(parts) for name, parts in EXPERT_MATRICES.items()}
     parts = {name for name, _ in layer.get_submodule("mlp").named_children()} if hasattr(layer, "mlp") else set()
-    inner = "moe_intermediate_size" if "moe_intermediate_size" in config.to_dict() else "intermediate_size"
-    if [name for name, _ in found] != ["mlp.experts"] or parts != {"experts", "gate"} or sources != plain:
+    alike = {name: len(each) for name, each in matrices.items()} == lengths and all(map(all, matrices.values()))
+    if [name for name, _ in found] != ["mlp.experts"] or parts != {"experts", "gate"} or not alike:
         raise ModelError(f"experts of {kind} models are not those of Qwen3, whose names and routers Dovetail knows")
-    return Experts(inner=inner)
+    inner = "moe_intermediate_size" if "moe_intermediate_size" in config.to_dict() else "intermediate_size"
+    # Routers that have no choice of it make the weights of the chosen experts add up to 1.
+    over_chosen = not hasattr(layer.get_submodule("mlp.gate"), "norm_topk_prob")
+    return Experts(inner=inner, over_chosen=over_chosen, matrices=matrices, saved=saved)
 
 
 def _head_widths(config: Any) -> dict[int, Width]:

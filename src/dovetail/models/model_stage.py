@@ -16,7 +16,7 @@ from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_shape import Head
 from dovetail.models.config import ModelError, is_tied, without_dropout
 from dovetail.models.layers.expert_routing import replays
-from dovetail.models.layers.packing import Packing, Past
+from dovetail.models.layers.packing import Layout, Packing, Past
 from dovetail.models.layers.predictions import Predicted, Predictions, Vocabulary, predict
 from dovetail.protocol.plan import stages_at
 from dovetail.protocol.weights import LayoutError, layer_range
@@ -188,28 +188,40 @@ class PipelineStage(nn.Module):
         their outputs are returned, (n, V) or (n,). `predictions` needs `wanted`, and its results take the place of
         logits."""
         body, device = self.body, inputs.device
-        extra: dict[str, Any] = {}
         if lengths is None:
             longest = inputs.shape[1]
             positions = torch.arange(longest, device=device).unsqueeze(0)
+            layout = Layout([positions], {})
         else:
             packing = Packing(lengths, prefixes, device, pasts)
             longest, positions = packing.longest, packing.positions.unsqueeze(0)
-            extra = {"packing": packing}
+            layout = packing.packed() if self.family.packs else packing.rows(self._together)
         hidden = self._embed(inputs, positions, longest) if self.begins(chunk) else inputs
-        rotations = self._rotations(hidden, positions)
+        parts = layout.spread(hidden)
+        extras = [dict(layout.arguments) for _ in parts]
+        rotations = [self._rotations(*each) for each in zip(parts, layout.positions, strict=True)]
+        given = [None] * len(parts) if routing is None else layout.spread(routing.unsqueeze(0))
         for number in self.chunk_layers[chunk]:
             layer = body.layers[str(number)]
-            if rotations:
-                extra["position_embeddings"] = rotations[self._kind(number)]
-            if routing is not None:
-                extra["routing"] = routing[:, number]
-            if balance:
-                extra["balance"] = balance / self.config.num_hidden_layers
-            hidden = layer(hidden, attention_mask=None, position_ids=positions, **extra)
+            for at, (extra, turned, chosen) in enumerate(zip(extras, rotations, given, strict=True)):
+                if turned:
+                    extra["position_embeddings"] = turned[self._kind(number)]
+                if chosen is not None:
+                    extra["routing"] = chosen.flatten(0, 1)[:, number]
+                if balance:
+                    extra["balance"] = balance / self.config.num_hidden_layers
+                parts[at] = layer(parts[at], attention_mask=None, position_ids=layout.positions[at], **extra)
+        hidden = layout.joined(parts)
         if not self.ends(chunk):
             return hidden
         return self._head(hidden if wanted is None else hidden.flatten(0, 1)[wanted], predictions)
+
+    @property
+    def _together(self) -> bool:
+        """Whether layers that cannot tell packed sequences apart get all of them as rows of one call. Ranks that share
+        weights gather them at each call, so they must make equally many. On a CPU many calls are as fast as one."""
+        weight = next(self.parameters())
+        return weight.device.type != "cpu" or hasattr(weight, "placements")
 
     def _kind(self, layer: int) -> str | None:
         """The kind of a layer's attention, if each kind has its own rotary frequencies. Otherwise None."""

@@ -77,7 +77,7 @@ class Folder:
         found = stacked(self._family, name)
         if found is not None and self._key(name) not in self._files:
             return self._experts(*found, shape, box)
-        if (other := saved_name(self._family, name)) in self._files:
+        if (other := self._key(saved_name(self._family, name))) in self._files:
             return self._read(other, name, shape, box)
         return self._read(self._key(name), name, shape, box)
 
@@ -152,11 +152,13 @@ def stacked(family: ModelFamily, name: str) -> tuple[str, tuple[str, ...]] | Non
     owner, _, kind = name.rpartition(".")
     if family.experts is None or not owner.endswith(".experts") or kind not in family.experts.matrices:
         return None
-    return owner, family.experts.matrices[kind]
+    return saved_name(family, owner), family.experts.matrices[kind]
 
 
 def saved_name(family: ModelFamily, name: str) -> str:
-    """The name that a tensor has in files, if these hold it as a whole."""
+    """The name that a tensor or module has in files, if these hold it as a whole."""
+    if family.experts is not None:
+        name = name.replace(".mlp.", f".{family.experts.saved}.")
     return f"{family.saved_head}.{name.removeprefix('lm_head.')}" if name.startswith("lm_head.") else name
 
 

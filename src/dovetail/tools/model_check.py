@@ -7,10 +7,12 @@ random weights. transformers' own model with its own eager attention says what i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterator, Sequence
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from dovetail.models.source import in_files
 from dovetail.models.tensor_parallel import check_degree
 from dovetail.protocol.errors import last_line
 from dovetail.protocol.messages import ModelRef
-from dovetail.tools.doctor.finding import Finding
+from dovetail.tools.doctor.finding import Finding, report
 
 # Sizes of the copy. Windows are shorter than its sequences.
 _SMALL = {
@@ -46,7 +48,6 @@ _LENGTHS = (9, 13)
 _TOLERANCE = 2e-5  # of the largest number, in float32
 _MOST_LAYERS = 16
 _PATIENCE = timedelta(minutes=1)
-_MEASURED = {"kept", "partial_rotary", "side_by_side"}
 _FIELDS = {"tied": "tie_word_embeddings"}  # facts that are the defaults of these fields
 _MEND = f"use a model of another type: {', '.join(MODEL_FAMILIES)}"
 
@@ -86,15 +87,17 @@ def prove(
 
 
 def unbuilt(error: Exception) -> str:
-    """Says that a model cannot be built of stages, and why if `error` says it in words."""
+    """Says that a model cannot be built of stages, and why."""
     last = last_line(error)
-    return "stages cannot be built of it" + (f": {last[:90]}" if " " in last else "")
+    if " " not in last:
+        last = f"{type(error).__name__} {last}"
+    return f"stages cannot be built of it: {last if len(last) < 120 else last[:117].rpartition(' ')[0] + ' ...'}"
 
 
 def _changed(table: ModelFamily, derived: ModelFamily, stated: Container[str]) -> set[str]:
     """The facts that the table does not have as they are derived. A default matters only if it is used."""
     found = dict(differences(table, derived))
-    for name in (*_MEASURED, "linears"):  # what autograd keeps is measured, and whether ranks share layers is proved
+    for name in ("kept", "packs", "linears"):  # measured or proved
         found.pop(name, None)
     old, new = found.pop("defaults", ({}, {}))
     names = {name for name in {**old, **new} if old.get(name) != new.get(name)}
@@ -190,7 +193,8 @@ class _Copy:
         with torch.no_grad():
             whole = self.stages(1)[0]
             alone = torch.cat([whole(part) for part in self.parts], 1)
-            return _equal(whole(self.tokens, _LENGTHS), alone, "packed sequences equal single ones")
+            way = "packed sequences" if self.family.packs else "sequences as rows"
+            return _equal(whole(self.tokens, _LENGTHS), alone, f"{way} equal single ones")
 
     def replayed(self) -> str:
         assert self.family.experts is not None
@@ -207,21 +211,17 @@ class _Copy:
 
     def gradients(self) -> str:
         for part in self.parts:
-            self.model(part, use_cache=False).logits.log_softmax(-1)[..., 7].sum().backward()
+            _loss(self.model(part, use_cache=False).logits).backward()
         wanted = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         stages = [stage.requires_grad_(True).train() for stage in self.stages(2)]
-        _pass(stages, self.tokens, _LENGTHS).log_softmax(-1)[..., 7].sum().backward()
+        _loss(_pass(stages, self.tokens, _LENGTHS)).backward()
         found: dict[str, Tensor] = {}
         for stage in stages:
             for name, parameter in stage.named_parameters():
                 if parameter.grad is not None:
                     key = stage.checkpoint_name(name)
                     found[key] = found.get(key, torch.zeros(())) + parameter.grad
-        if lacks := sorted(set(wanted) - set(found)):
-            raise _Differs(f"no gradient of {lacks[0]}")
-        names = sorted(wanted)
-        both = [torch.cat([each[name].flatten() for name in names]) for each in (found, wanted)]
-        return _equal(both[0], both[1], "gradients equal those of transformers")
+        return _all_equal(found, wanted, "gradients equal those of transformers")
 
     def values(self) -> str:
         import transformers
@@ -269,7 +269,7 @@ class _Copy:
         except Exception as error:  # of the machine: what ranks find in a model is their answer
             return Finding(name, "skipped", f"two ranks cannot run here: {last_line(error)}")
         if why is None:
-            return Finding(name, "ok", "2 ranks equal 1")
+            return Finding(name, "ok", "2 ranks give the logits and gradients of 1")
         return Finding(name, "warning", f"two ranks do not compute what one computes ({why})", "keep tp 1")
 
     def _write(self, stage: PipelineStage, head: Any) -> Path:
@@ -302,10 +302,22 @@ class _Differs(ValueError):
 
 
 def _equal(found: Tensor, wanted: Tensor, says: str) -> str:
+    found, wanted = found.detach(), wanted.detach()
     worst, largest = float((found - wanted).abs().max()), float(wanted.abs().max())
     if not worst <= _TOLERANCE * max(largest, 1.0):
         raise _Differs(f"off by {worst:.0e} of {largest:.0e}")
     return f"{says} (within {worst:.0e} of {largest:.1f})"
+
+
+def _all_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], says: str) -> str:
+    if lacks := sorted(set(wanted) - set(found)):
+        raise _Differs(f"no gradient of {lacks[0]}")
+    both = [torch.cat([each[name].flatten() for name in sorted(wanted)]) for each in (found, wanted)]
+    return _equal(both[0], both[1], says)
+
+
+def _loss(logits: Tensor) -> Tensor:
+    return logits.log_softmax(-1)[..., 7].sum()
 
 
 def _pass(stages: Sequence[PipelineStage], tokens: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
@@ -328,7 +340,8 @@ def share(copies: dict[Path, ModelFamily]) -> dict[Path, str | None]:
 
 
 def _rank(rank: int, copies: dict[Path, ModelFamily], answers: Path) -> None:
-    """One of two tensor-parallel ranks. It writes by how much each copy's logits differ from those of one rank."""
+    """One of two tensor-parallel ranks. It writes by how much each copy's logits or gradients differ from those of one
+    rank."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -341,17 +354,43 @@ def _rank(rank: int, copies: dict[Path, ModelFamily], answers: Path) -> None:
     found: dict[str, str | None] = {}
     for folder, family in copies.items():
         found[str(folder)] = None
-        with known(family), torch.no_grad():
+        with known(family):
             ref = ModelRef(head="lm", path=str(folder))
-            wanted = build_stage(ref)(tokens)
+            alone = build_stage(ref).requires_grad_(True)
+            wanted = alone(tokens, _LENGTHS)
+            _loss(wanted).backward()
             try:
                 stage = PipelineStage(load_config(ref), "lm")
-                split_stage(stage, init_device_mesh("cpu", (2,)))
+                split = split_stage(stage, init_device_mesh("cpu", (2,)))
                 stage.to_empty(device="cpu")
                 fill(stage, open_source(ref, stage), {name: name for name, _ in stage.named_parameters()})
                 stage.place_buffers("cpu")
-                _equal(stage.eval()(tokens), wanted, "")
+                logits = stage(tokens, _LENGTHS)
+                _equal(logits, wanted, "")
+                _loss(logits).backward()
+                gradients = {name: _whole(p.grad) for name, p in stage.named_parameters() if p.grad is not None}
+                for name in sorted(split.partial & set(gradients)):
+                    dist.all_reduce(gradients[name])
+                of_one = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+                _all_equal(gradients, of_one, "")
             except Exception as error:  # both ranks raise it, because they run the same code
                 found[str(folder)] = last_line(error)
     torch.save(found, answers / str(rank))
     dist.destroy_process_group()
+
+
+def _whole(gradient: Any) -> Tensor:
+    """A gradient of which each rank may hold a part."""
+    whole: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return whole
+
+
+def main(folder: str, trusted: str) -> None:
+    """Prove the model of a folder. Prints what was found as one JSON line (`report`)."""
+    with TemporaryDirectory(prefix="dovetail-") as scratch:
+        ref = ModelRef(head="lm", path=folder, trust_remote_code=trusted == "1")
+        print(json.dumps(report(prove_model(ref, Path(scratch)))), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dovetail.models import build_stage
+from dovetail.models import PipelineStage, build_stage
 from dovetail.models.layers.attention import ScoreSettings, attend, by_blocks, flash
 from dovetail.models.layers.packing import Packing
 from dovetail.protocol.budgets import SCORE_BYTES
@@ -52,6 +53,27 @@ def test_sequences_with_a_prefix_equal_whole_ones(family: str, head: str) -> Non
             parameter.data.copy_(parameters[each.checkpoint_name(name)].data)
         hidden = each(hidden, LENGTHS, None, PREFIXES)
     torch.testing.assert_close(hidden[0], torch.cat(found), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "opt"])
+def test_sequences_as_rows_equal_packed_ones(family: str, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What layers get that cannot tell packed sequences apart. One by one, they give the bits that each gives alone."""
+    monkeypatch.setattr(PipelineStage, "_together", together)
+    stage = build_stage(ref(family)).requires_grad_(True)
+    tokens = torch.randint(1, 64, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    wanted = torch.arange(3, sum(LENGTHS))
+    found = []
+    for packs in (True, False):
+        stage.family = replace(stage.family, packs=packs)
+        logits = stage(tokens[None], LENGTHS, wanted, PREFIXES)
+        logits.log_softmax(-1)[:, 5].sum().backward()
+        found.append((logits.detach(), {name: p.grad for name, p in stage.named_parameters()}))
+        stage.zero_grad(set_to_none=True)
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4)
+    alone = torch.cat([stage(whole[None])[0] for whole in tokens.split(LENGTHS)])
+    rows = stage(tokens[None], LENGTHS)[0]
+    torch.testing.assert_close(rows, alone, atol=1e-6 * together, rtol=1e-5 * together)
 
 
 def varlen(

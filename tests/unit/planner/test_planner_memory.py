@@ -282,7 +282,7 @@ def test_memory_grows_with_work_and_shrinks_with_ranks(job: Training, data: st.D
     [
         (
             {"model_type": "gpt2"},
-            "'gpt2' is not supported .its configuration has no field num_hidden_layers",
+            "'gpt2' is not supported .its config.json has no num_hidden_layers",
         ),
         ({"hidden_size": None}, "hidden_size is None; it must be a whole number above 0"),
         ({"num_hidden_layers": "8"}, "num_hidden_layers is '8'"),

@@ -51,7 +51,7 @@ def whole_batch(steps: bool) -> Arrays:
 
 
 def context_of(rank: int, dp: int, ppo: PPO) -> Context:
-    model = SimpleNamespace(dp_size=dp, dp_rank=rank)
+    model = SimpleNamespace(dp_size=dp, dp_rank=rank, packs=True)
     spec = SimpleNamespace(ppo=ppo, seed=7, stages=[], models=SimpleNamespace(reward=SimpleNamespace(calls=[])))
     found: Any = SimpleNamespace(
         spec=spec,

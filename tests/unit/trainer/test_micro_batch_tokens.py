@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -43,6 +44,21 @@ def test_there_are_hardly_more_micro_batches_than_the_tokens_need(lengths: list[
     count = len(split_tokens(lengths, dp, most)[0])
     # What does not fit into one of the others is more than `most` together with the emptiest.
     assert count <= max(1, -(-2 * sum(lengths) // (dp * most)) + 1)
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(0, 800), st.integers(1, 4))
+def test_rows_of_similar_lengths_come_together_and_their_padding_counts(
+    lengths: list[int], dp: int, room: int, least: int
+) -> None:
+    lengths, most = lengths * dp, max(lengths) + room
+    least = min(least, len(lengths) // dp)
+    found = split_tokens(lengths, dp, most, least, packs=False)
+    assert {len(rank) for rank in found} == {max(len(found[0]), least)}
+    parts = [part for rank in found for part in rank]
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    assert all(0 < len(part) * max(lengths[row] for row in part) <= most for part in parts)
+    spans = sorted((min(lengths[row] for row in part), max(lengths[row] for row in part)) for part in parts)
+    assert all(high <= low for (_, high), (low, _) in itertools.pairwise(spans))
 
 
 def test_micro_batches_have_nearly_as_many_tokens() -> None:

@@ -129,11 +129,14 @@ def split(lengths: Sequence[int], dp: int, micro: int) -> list[list[list[int]]]:
     return result
 
 
-def split_tokens(lengths: Sequence[int], dp: int, most: int, count: int | None = None) -> list[list[list[int]]]:
+def split_tokens(
+    lengths: Sequence[int], dp: int, most: int, count: int | None = None, packs: bool = True
+) -> list[list[list[int]]]:
     """The rows of each micro-batch of each data-parallel rank, cut by tokens.
 
     No micro-batch has more than `most` tokens, and all have nearly equally many. Every rank has the same number of
-    micro-batches: the smallest that allows this, or `count` if that is larger.
+    micro-batches: the smallest that allows this, or `count` if that is larger. For models that do not pack
+    (`ModelFamily.packs`), rows of similar lengths come together, and padding counts.
 
     For each i the micro-batches `result[d][i]` of all ranks d have similar sizes, because ranks wait for each other at
     each one. They come largest first. Raises BadCommand for a row of more than `most` tokens, and if the number of rows
@@ -145,7 +148,7 @@ def split_tokens(lengths: Sequence[int], dp: int, most: int, count: int | None =
             f"a sequence of {longest} tokens does not fit into a micro-batch of {most}; see microBatchTokens"
         )
     count = max(count or 1, -(-sum(lengths) // (dp * most)))
-    while (parts := _parts(lengths, dp * count, most)) is None:
+    while (parts := (_parts if packs else _similar)(lengths, dp * count, most)) is None:
         count += 1
     parts.sort(key=lambda part: (-sum(lengths[row] for row in part), part))
     found: list[list[list[int]]] = [[] for _ in range(dp)]
@@ -157,12 +160,12 @@ def split_tokens(lengths: Sequence[int], dp: int, most: int, count: int | None =
     return found
 
 
-def micro_batch_count(batches: Iterable[Sequence[int]], dp: int, most: int) -> int:
+def micro_batch_count(batches: Iterable[Sequence[int]], dp: int, most: int, packs: bool = True) -> int:
     """The number of micro-batches of a rank that is enough for each mini-batch. `batches` gives the lengths of their
     rows.
 
     Raises BadCommand as in `split_tokens`."""
-    return max(len(split_tokens(lengths, dp, most)[0]) for lengths in batches)
+    return max(len(split_tokens(lengths, dp, most, packs=packs)[0]) for lengths in batches)
 
 
 def _parts(lengths: Sequence[int], count: int, most: int) -> list[list[int]] | None:
@@ -175,6 +178,24 @@ def _parts(lengths: Sequence[int], count: int, most: int) -> list[list[int]] | N
         if all(parts) and max(sum(lengths[row] for row in part) for part in parts) <= most:
             return parts
     return None
+
+
+def _similar(lengths: Sequence[int], count: int, most: int) -> list[list[int]] | None:
+    """All rows in `count` non-empty parts, which have at most `most` tokens when all rows of a part are as long as its
+    longest. None if that takes more parts."""
+    parts: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= most:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    if len(parts) > count:
+        return None
+    while len(parts) < count:  # halve the largest that can be halved
+        at = max(range(len(parts)), key=lambda i: ((len(parts[i]) > 1) * len(parts[i]) * lengths[parts[i][0]], -i))
+        half = len(parts[at]) // 2
+        parts[at : at + 1] = [parts[at][:half], parts[at][half:]]
+    return [sorted(part) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -202,7 +223,7 @@ def split_padded(count: int, dp: int, micro: int, at_least: int = 1) -> list[lis
     return result
 
 
-def padded_tokens(lengths: Sequence[int], dp: int, most: int) -> list[list[Padded]]:
+def padded_tokens(lengths: Sequence[int], dp: int, most: int, packs: bool = True) -> list[list[Padded]]:
     """Like `split_tokens`, for any number of rows. Repeats of row 0 with weight 0 fill them up to a multiple of
     `dp`."""
     real = len(lengths)
@@ -212,7 +233,7 @@ def padded_tokens(lengths: Sequence[int], dp: int, most: int) -> list[list[Padde
         weights = torch.tensor([float(row < real) for row in rows])
         return Padded([row if row < real else 0 for row in rows], weights)
 
-    return [[part(rows) for rows in rank] for rank in split_tokens(every, dp, most)]
+    return [[part(rows) for rows in rank] for rank in split_tokens(every, dp, most, packs=packs)]
 
 
 def generator(*key: int | str) -> torch.Generator:

@@ -171,9 +171,11 @@ class ModelScorer:
 
     def begin(self, want: Iterable[str], samples: SamplesToScore, temperature: float = 1.0) -> list[int]:
         """Compute whole blocks of unfinished samples, and keep the results for `score`. Returns for each sample the
-        number of response tokens that all models have processed. It is 0 for samples without room. It raises the same
-        errors as `score`."""
+        number of response tokens that all models have processed. It is 0 for samples without room, and if layers of a
+        model continue no cache. It raises the same errors as `score`."""
         models = self._asked(want, samples, temperature)
+        if not all(MODEL_FAMILIES[model.config.model_type].packs for _, model in models):
+            return [0] * len(samples.tokens)  # such layers continue no cache
         prefixes = self._found(samples)
         parts, kept, used = [], [], 0
         for row in range(len(samples.tokens)):

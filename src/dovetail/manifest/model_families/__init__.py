@@ -12,7 +12,7 @@ from typing import Any
 
 from dovetail.manifest.model_families.family import Experts, LinearPart, ModelFamily
 
-__all__ = ["MODEL_FAMILIES", "TABLE", "Experts", "LinearPart", "ModelFamily"]
+__all__ = ["MADE", "MODEL_FAMILIES", "TABLE", "Experts", "LinearPart", "ModelFamily"]
 
 TABLE = Path(__file__).with_name("families.json")
 
@@ -20,11 +20,17 @@ TABLE = Path(__file__).with_name("families.json")
 def _family(row: Mapping[str, Any]) -> ModelFamily:
     sequences = {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
     linears = tuple(LinearPart(*part) for part in row["linears"])
-    experts = Experts(**row["experts"]) if "experts" in row else None
-    return ModelFamily(**{**row, **sequences, "linears": linears, "experts": experts})
+    experts = None
+    if (told := row.get("experts")) is not None:
+        matrices = {name: tuple(parts) for name, parts in told["matrices"].items()} if "matrices" in told else None
+        experts = Experts(**{**told, **({} if matrices is None else {"matrices": matrices})})
+    kept = {"kept": {name: tuple(factors) for name, factors in row["kept"].items()}} if "kept" in row else {}
+    return ModelFamily(**{**row, **sequences, **kept, "linears": linears, "experts": experts})
 
 
-_table = json.loads(TABLE.read_text()) if TABLE.is_file() else {"families": [], "refused": {}}
+_table = json.loads(TABLE.read_text()) if TABLE.is_file() else {"made": {}, "families": [], "refused": {}}
 # The families by `model_type` of config.json, and why other types of transformers are not trained.
 MODEL_FAMILIES: dict[str, ModelFamily] = {row["name"]: _family(row) for row in _table["families"]}
 REFUSED: dict[str, str] = _table["refused"]
+# The versions with which the table was made, and the day.
+MADE: dict[str, str] = _table["made"]

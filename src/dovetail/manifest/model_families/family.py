@@ -37,7 +37,8 @@ class Experts:
     name of the module that chooses the experts. `over_chosen` says that the weights are a softmax over the chosen
     experts of a token, and not over all. `bias` says that experts and router have biases. `matrices` has the names of
     one expert's matrices in files, by the name of transformers' parameter for all experts. If it is empty, files have
-    the same parameters as transformers."""
+    the same parameters as transformers. `saved` is the name in files of the module with experts and router, which
+    transformers calls `mlp`."""
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
     chosen: str = "num_experts_per_tok"
@@ -46,6 +47,23 @@ class Experts:
     over_chosen: bool = False
     bias: bool = False
     matrices: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERT_MATRICES)
+    saved: str = "mlp"
+
+
+# The widths that the numbers kept for a token grow with: 1, those of `Width`, the number of heads and of key heads, the
+# number of experts, and, for each of the chosen experts of a token, 1, the hidden width and the inner width.
+KEPT = (
+    *("token", "hidden", "queries", "keys", "inner", "heads", "key_heads"),
+    *("experts", "chosen", "chosen_hidden", "chosen_inner"),
+)
+LLAMA_KEPT = {
+    "token": (2, 0),  # one number of each norm
+    "hidden": (2, 4),  # each norm keeps its input in float32, the normalised input and its product with the weight
+    "queries": (0, 2),  # and the output of attention
+    "keys": (0, 2),  # and the values
+    "heads": (1, 0),  # the logarithm of the sum of the exponentials
+    "inner": (0, 4),  # a gate, its activation, up and their product
+}
 
 
 @dataclass(frozen=True)
@@ -75,9 +93,11 @@ class ModelFamily:
     all layers, or all except every n-th one (n is `sliding_window_pattern`, or this number). With "never", models with
     windows are refused.
 
-    The planner needs to know what autograd keeps. `kept` is the number of tensors with the MLP's inner width (a gate,
-    its activation, up and their product). `partial_rotary` says that rotary positions may turn a part of each head,
-    which costs a copy of the queries. `side_by_side` says that attention and MLP have the same input.
+    `packs` says that layers know where packed sequences begin. Other layers get each sequence as a row.
+
+    `kept` says how many numbers autograd keeps of one layer for one token, which the planner needs. Each width of
+    `KEPT` has two factors: for numbers that are float32 in every compute dtype (an int64 counts as two), and for
+    numbers in the compute dtype. Cosines and sines of positions do not count, because all layers share them.
 
     `rotary_fields` has the fields of `rope_parameters` by the names that only this family has in Transformers 4."""
 
@@ -108,10 +128,9 @@ class ModelFamily:
     sinks: bool = False
     bounded_scores: bool = False
     experts: Experts | None = None
-    kept: int = 4
-    partial_rotary: bool = False
+    packs: bool = True
+    kept: Mapping[str, tuple[int, int]] = field(default_factory=lambda: LLAMA_KEPT)
     rotary_fields: Mapping[str, str] = field(default_factory=dict)
-    side_by_side: bool = False
 
     @property
     def causal_lm(self) -> str:

@@ -19,7 +19,8 @@ def problem(config: Mapping[str, Any]) -> str | None:
     kind = str(config.get("model_type"))
     family = MODEL_FAMILIES.get(kind)
     if family is None:
-        why = _foreign(config) or (f" ({REFUSED[kind]})" if kind in REFUSED else "")
+        said = foreign(config) or REFUSED.get(kind)
+        why = f" ({said})" if said else ""
         return f"model type {kind!r} is not supported{why}; use one of {', '.join(MODEL_FAMILIES)}"
     if config.get("quantization_config") is not None:
         return "quantised weights cannot be trained; use the model's original weights"
@@ -67,12 +68,14 @@ def _has_windows(config: Mapping[str, Any]) -> bool:
     return bool(asked) or "sliding_attention" in (config.get("layer_types") or ())
 
 
-def _foreign(config: Mapping[str, Any]) -> str:
-    if config.get("is_encoder_decoder"):
-        return " (it has an encoder, and Dovetail trains decoders)"
-    if any(config.get(name) is not None for name in ("vision_config", "audio_config", "text_config")):
-        return " (it reads more than text, and Dovetail trains models of text)"
-    return ""
+def foreign(config: Mapping[str, Any]) -> str | None:
+    """The reason why a configuration is not that of a language model of text. None if it may be."""
+    if config.get("is_encoder_decoder") or config.get("is_decoder") is False:
+        return "it has an encoder, and Dovetail trains decoders"
+    parts = ("vision_config", "audio_config", "audio_encoder", "text_config", "vq_config", "vision_model_name")
+    if any(config.get(name) is not None for name in parts):
+        return "it reads more than text, and Dovetail trains models of text"
+    return None
 
 
 def _rope_types(config: Mapping[str, Any]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,29 @@ class Block(NamedTuple):
     queries: Tensor
     keys: Tensor
     before: Tensor | None
+
+
+class Layout(NamedTuple):
+    """Says how layers get the tokens of a pass (1, total, ...). If `places` is None, a layer gets them in one call, as
+    they are. Otherwise it is called once for each entry of `places`, (B, T) int64, with rows of these tokens. A row is
+    a sequence with its prefix; padding on the right repeats its last token. `order` (total,) int64 is the place of each
+    token among those of all rows. `positions`: for each call the positions of its tokens in their sequences.
+    `arguments`: what a layer gets besides."""
+
+    positions: list[Tensor]
+    arguments: dict[str, Any]
+    places: list[Tensor] | None = None
+    order: Tensor | None = None
+
+    def spread(self, values: Tensor) -> list[Tensor]:
+        """The inputs (B, T, ...) of each call, from those of all tokens (1, total, ...)."""
+        return [values] if self.places is None else [values[0, rows] for rows in self.places]
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The outputs of all tokens (1, total, ...), from those of each call."""
+        if self.places is None:
+            return parts[0]
+        return torch.cat([part.flatten(0, 1) for part in parts])[self.order].unsqueeze(0)
 
 
 class KVCache:
@@ -127,6 +150,33 @@ class Packing:
         prefixes = self.prefixes or (None,) * len(spans)
         parts = [s if p is None else torch.cat([spans[p], s]) for p, s in zip(prefixes, spans, strict=True)]
         return self._moved(torch.cat(parts)), self.key_starts
+
+    def packed(self) -> Layout:
+        """The layout for layers that know where sequences begin."""
+        return Layout([self.positions.unsqueeze(0)], {"packing": self})
+
+    def rows(self, together: bool) -> Layout:
+        """The layout for layers that would take packed sequences for one. Sequences are rows of one call if `together`.
+        Otherwise each has a call, and its outputs do not depend on the others to the last bit. Raises ValueError if a
+        sequence continues a KV cache."""
+        if self.pasts is not None:
+            raise ValueError("layers that compute sequences as rows cannot continue a KV cache")
+        index, starts = (tensor.cpu() for tensor in self.keys)
+        wholes = index.split(starts.diff().tolist())
+        groups = [wholes] if together else [[whole] for whole in wholes]
+        places: list[Tensor] = []
+        order: list[Tensor] = []
+        width = 0
+        for group in groups:
+            longest = max(len(whole) for whole in group)
+            rows = torch.stack([torch.cat([whole, whole[-1:].expand(longest - len(whole))]) for whole in group])
+            first = len(order)
+            for at, (whole, own) in enumerate(zip(group, self.lengths[first:], strict=False)):
+                order.append(width + at * longest + torch.arange(len(whole) - own, len(whole)))
+            width += rows.numel()
+            places.append(self._moved(rows))
+        positions = [torch.arange(rows.shape[1], device=self.device).unsqueeze(0) for rows in places]
+        return Layout(positions, {}, places, self._moved(torch.cat(order)))
 
     @cached_property
     def blocks(self) -> tuple[list[Block], Tensor]:

@@ -121,6 +121,11 @@ class EngineModel:
         return self.module.config
 
     @property
+    def packs(self) -> bool:
+        """Whether its layers know where packed sequences begin."""
+        return self.module.family.packs
+
+    @property
     def dp_rank(self) -> int:
         return self.groups.dp_rank
 

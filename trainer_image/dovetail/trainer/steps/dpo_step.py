@@ -158,7 +158,7 @@ def prepare_step(context: Context, step: Step) -> Run:
     batch = _checked(context, step.batch)
     responses, n = batch.responses, batch.records
     tokens = step.micro_batch_tokens
-    micro_batches = cut(batch.lengths(), model.dp_size, config.micro_batch_size, tokens)[model.dp_rank]
+    micro_batches = cut(model, batch.lengths(), config.micro_batch_size, tokens)
     actions = context.actions(step, {"actor": len(micro_batches)})
     schedule = digest(step.actions)
 

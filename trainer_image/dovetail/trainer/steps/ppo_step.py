@@ -262,15 +262,16 @@ def _cuts(context: Context, step: Step, lengths: list[int], models: list[str]) -
     order = [*mini_batches(len(lengths), config.mini_batch_size, config.epochs, seed, step.step)]
     of_each = [[lengths[row] for row in rows] for _, rows in order]
     # One schedule runs all mini-batches, so each must have the same number of micro-batches.
-    counts = {
-        name: None if most is None else micro_batch_count(of_each, context.model(name).dp_size, most) for name in models
-    }
+    counts: dict[str, int | None] = dict.fromkeys(models)
+    if most is not None:
+        for name in models:
+            model = context.model(name)
+            counts[name] = micro_batch_count(of_each, model.dp_size, most, model.packs)
     found = []
     for (_, rows), theirs in zip(order, of_each, strict=True):
         work = {}
         for name in models:
-            model, micro = context.model(name), config.micro_batch_size
-            parts = cut(theirs, model.dp_size, micro, most, counts[name])[model.dp_rank]
+            parts = cut(context.model(name), theirs, config.micro_batch_size, most, counts[name])
             work[name] = [[rows[i] for i in part] for part in parts]
         found.append(Cut(rows, work))
     return found

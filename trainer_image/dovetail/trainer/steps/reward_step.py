@@ -41,7 +41,7 @@ def prepare_step(context: Context, step: Step) -> Run:
     lengths = (pairs.lengths[:n] + pairs.lengths[n:]).tolist()
     last = last_tokens(pairs)
     micro, tokens = context.spec.reward.micro_batch_size, step.micro_batch_tokens
-    micro_batches = cut(lengths, model.dp_size, micro, tokens)[model.dp_rank]
+    micro_batches = cut(model, lengths, micro, tokens)
     actions = context.actions(step, {"reward": len(micro_batches)})
 
     def micro_batch(rows: list[int]) -> MicroBatch:

@@ -37,7 +37,7 @@ def prepare_step(context: Context, step: Step) -> Run:
     model = context.model("actor")
     sequences, mask = load_batch(context, step.batch)
     lengths, micro, tokens = sequences.lengths.tolist(), context.spec.sft.micro_batch_size, step.micro_batch_tokens
-    micro_batches = cut(lengths, model.dp_size, micro, tokens)[model.dp_rank]
+    micro_batches = cut(model, lengths, micro, tokens)
     actions = context.actions(step, {"actor": len(micro_batches)})
     normaliser = int(mask.sum())
     if normaliser == 0:

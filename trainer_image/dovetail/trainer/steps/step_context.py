@@ -141,7 +141,7 @@ class Context:
         if model is None:
             return []
         if tokens is not None:
-            return padded_tokens(lengths, model.dp_size, tokens)[model.dp_rank]
+            return padded_tokens(lengths, model.dp_size, tokens, model.packs)[model.dp_rank]
         return split_padded(len(lengths), model.dp_size, micro)[model.dp_rank]
 
     def per_sequence(
@@ -190,11 +190,13 @@ class Context:
 
 
 def cut(
-    lengths: Sequence[int], dp: int, rows: int, tokens: int | None, count: int | None = None
-) -> list[list[list[int]]]:
-    """The rows of each micro-batch of each data-parallel rank. Micro-batches have `rows` rows. With `tokens` they have
-    at most this many tokens, and there are at least `count`. Raises BadCommand."""
-    return split(lengths, dp, rows) if tokens is None else split_tokens(lengths, dp, tokens, count)
+    model: EngineModel, lengths: Sequence[int], rows: int, tokens: int | None, count: int | None = None
+) -> list[list[int]]:
+    """The rows of each micro-batch of `model` on this rank. Micro-batches have `rows` rows. With `tokens` they have at
+    most this many tokens, and there are at least `count`. Raises BadCommand."""
+    if tokens is None:
+        return split(lengths, model.dp_size, rows)[model.dp_rank]
+    return split_tokens(lengths, model.dp_size, tokens, count, model.packs)[model.dp_rank]
 
 
 def digest(actions: Sequence[Sequence[Action]]) -> str:
