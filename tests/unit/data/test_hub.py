@@ -257,6 +257,45 @@ def test_a_disk_that_fills_up_is_told_and_gets_its_room_back(world: World, numbe
     assert not half.exists()
 
 
+def _described(world: World, **config: Any) -> Hub:
+    """The hub, with a described model of this config.json."""
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    content = json.dumps({"model_type": "llama", **small, **config}).encode()
+    world.server.repositories["a/b"].push({**FILES, "config.json": content})
+    hub = world.hub()
+    hub.describe("actor", FIELD, "a/b", None)
+    return hub
+
+
+@pytest.mark.slow
+def test_a_model_is_proved_once_before_its_weights_come(world: World) -> None:
+    _described(world).prove(lambda name: False)
+    record = world.run / "proofs" / "actor.json"
+    told = json.loads(record.read_text())
+    assert told["proved"]
+    assert {"attention", "gradients", "vLLM"} <= {each["check"] for each in told["findings"]}
+    assert not any(path.endswith(".safetensors") for _, path, _, _ in world.server.asked)
+    written = record.stat().st_mtime_ns
+    _described(world).prove(lambda name: False)  # a resumed run
+    assert record.stat().st_mtime_ns == written
+
+
+@pytest.mark.slow
+def test_a_model_that_fails_its_proof_is_refused(world: World) -> None:
+    with pytest.raises(DataError, match=re.escape(FIELD) + ".* a/b: .*num_hidden_layers"):
+        _described(world, num_hidden_layers="two").prove(lambda name: False)
+    assert not json.loads((world.run / "proofs" / "actor.json").read_text())["ok"]
+
+
+def test_a_coordinator_without_torch_says_that_nothing_was_proved(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = _described(world)
+    monkeypatch.setattr("dovetail.coordinator.data.downloads.proof.find_spec", lambda name: None)
+    hub.prove(lambda name: False)
+    assert json.loads((world.run / "proofs" / "actor.json").read_text())["proved"] is False
+
+
 def test_which_files_are_the_models() -> None:
     names = list(FILES)
     assert set(small_files(names, code=False)) == SMALL

@@ -364,11 +364,12 @@ def prepare(
     """Create what is missing in the run directory, and load the data. Relative paths start from `base_dir`.
 
     `known` has the fingerprints of the data with which the run began. Other data is refused. `hub` downloads models by
-    name. Writes `tokenizer/`, `models/actor-config/` and `cache/`, each completely or not at all. Raises DataError, and
-    OSError if the disk fails."""
+    name and proves them. Writes `tokenizer/`, `models/actor-config/`, `proofs/` and `cache/`, each completely or not at
+    all. Raises DataError, and OSError if the disk fails."""
     run_dir.mkdir(parents=True, exist_ok=True)
     hub = hub or Hub(spec.hub, run_dir)
     sources = model_sources(spec, base_dir, hub)
+    hub.prove(lambda name: _trusts(spec, name))
     tokenizer_dir = run_dir / "tokenizer"
     config_dir = run_dir / "models" / "actor-config"
 

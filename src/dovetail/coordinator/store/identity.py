@@ -43,7 +43,7 @@ _FILES = re.compile(
     rf"(?:checkpoints/(?:{_STAGE})-\d{{6,}}(?:\.tmp|\.old|\.damaged)?|{_HELD})/(?:state\.json|\.metadata(?:\.tmp)?|__\d+_\d+\.distcp)|"
     r"experience/\d{6,}\.safetensors(?:\.tmp)?|traces/iteration-\d{4,}\.json(?:\.tmp)?|"
     r"samples/(?:iteration-\d{6,}|evaluation-\d{6,}|evaluation-before-sft)\.jsonl(?:\.tmp)?|"
-    r"logs/[\w.-]+\.log|tensorboard/events\.out\.tfevents\.[^/]+|trackers/(?:\w+\.json(?:\.tmp)?|wandb/(?:(?:offline-)?run-[^/]+/.+|latest-run|debug[\w-]*\.log|settings))|"
+    r"proofs/\w+\.json(?:\.tmp)?|logs/[\w.-]+\.log|tensorboard/events\.out\.tfevents\.[^/]+|trackers/(?:\w+\.json(?:\.tmp)?|wandb/(?:(?:offline-)?run-[^/]+/.+|latest-run|debug[\w-]*\.log|settings))|"
     r"cache/tokens/(?:demonstrations|preferences)\.(?:bin|json)(?:\.tmp)?|"
     r"cache/datasets/(?:.+\.(?:arrow|json|lock|parquet|incomplete)|downloads/.+)|"
     r"hub/(?:version\.txt|CACHEDIR\.TAG|\.locks/.+|models--[^/]+/(?:blobs|refs|snapshots|\.no_exist)/.+)"
@@ -53,7 +53,7 @@ _LINKED = ("hub/", "trackers/wandb/")
 _FOLDERS = re.compile(
     rf"{_HELD}|cache/exports|(?:(?:{_RESULT})(?:\.tmp|\.old|\.damaged)?|{_MADE})(?:/value_head|/additional_chat_templates)?|"
     r"(?:tokenizer|models/actor-config|\.tokenizer\.\d+\.tmp|models/\.actor-config\.\d+\.tmp)(?:/additional_chat_templates)?|"
-    r"models|set-aside|checkpoints|experience|traces|samples|logs|tensorboard|trackers(?:/wandb(?:/(?:offline-)?run-.+)?)?|"
+    r"models|set-aside|checkpoints|experience|traces|samples|proofs|logs|tensorboard|trackers(?:/wandb(?:/(?:offline-)?run-.+)?)?|"
     r"cache(?:/tokens|/datasets(?:/.+)?)?|hub(?:/\.locks|/models--[^/]+)?(?:/.+)?"
 )
 

@@ -20,6 +20,7 @@ from typing import Any
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.downloads import hub_client
 from dovetail.coordinator.data.downloads.hub_client import FINAL, Request, small_files
+from dovetail.coordinator.data.downloads.proof import prove
 from dovetail.manifest.checks.model_contents import INDEX, weight_files
 from dovetail.manifest.types import HubAccess as HubSpec
 from dovetail.protocol.files.durable import write_whole
@@ -95,6 +96,16 @@ class Hub:
         cache has."""
         model = self._models[name]
         return sorted(model.files) or sorted(path.name for path in model.folder.iterdir())
+
+    def prove(self, trusted: Callable[[str], bool]) -> None:
+        """Prove all models that were described (`downloads.proof`). `trusted` says whether a model's own code may
+        run."""
+        if self._record is None:
+            return
+        for name, model in self._models.items():
+            if name != "tokenizer":
+                record = self._record.parent / "proofs" / f"{name}.json"
+                prove(model.folder, f"{model.field}: {model.repository}", record, trusted(name), self._note)
 
     def download_weights(self) -> None:
         """Download the weights of all models that were described."""
