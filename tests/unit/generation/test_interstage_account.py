@@ -28,12 +28,11 @@ def span(process: str, start: float, end: float, name: str = "inference") -> Spa
 
 def test_what_is_hidden_behind_generation_and_who_is_idle() -> None:
     generating = [span("r0", 10.0, 20.0, "generation"), span("r1", 10.0, 16.0, "generation")]
-    scoring = {
-        "r0": [span("r0-scorer", 20.0, 22.0)],
-        "r1": [span("r1-scorer", 17.0, 19.0), span("r1-scorer", 19.5, 21.0)],
-    }
+    scoring = [span("r0-scorer", 20.0, 22.0), span("r1-scorer", 17.0, 19.0), span("r1-scorer", 19.5, 21.0)]
     found = account(10.0, 20.0, 22.0, generating, scoring, 2)
     assert (found.seconds, found.generation) == (12.0, 10.0)
+    assert found.overlap == (17.0, 20.0)
+    assert account(10.0, 20.0, 22.0, generating, scoring[:1], 2).overlap is None
     assert found.hidden == pytest.approx(2.5)
     assert found.saved == pytest.approx(1.25)
     assert found.idle == pytest.approx({"r0": 0.0, "r1": 12.0 - 6.0 - 2.0 - 1.5})

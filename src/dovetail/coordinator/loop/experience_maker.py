@@ -24,7 +24,7 @@ from dovetail.coordinator.job import Job
 from dovetail.coordinator.rewards.calls import Calls, evaluation_slot
 from dovetail.coordinator.samples.device_sharing import Devices
 from dovetail.coordinator.samples.evaluation_metrics import HeldOutAnswer
-from dovetail.coordinator.samples.fusion.account import record
+from dovetail.coordinator.samples.fusion.account import account, record
 from dovetail.coordinator.samples.fusion.fused_stage import FusedStage
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.lineup import Turn
@@ -272,8 +272,9 @@ class ExperienceMaker:
         records.metrics.samples.inc(done.samples)
         records.metrics.tokens.inc(done.tokens)
         timeline.add(done.spans)
-        setting, scorers = self._spec.plan.inter_stage_fusion, len(devices.fleet.instances("scorer"))
-        facts = record(records, setting, scorers, turn, fusion, done, begun, generated, scoring)
+        scorers = len(devices.fleet.instances("scorer"))
+        found = account(begun, generated, time.time(), done.spans, scoring, scorers)
+        facts = record(records, self._spec.plan.inter_stage_fusion, turn, fusion, done, found)
         facts |= self._reward_means(iteration)
         devices.learn(done, scoring, self._samples.lengths(iteration))
         return facts

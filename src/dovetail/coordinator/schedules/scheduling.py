@@ -291,15 +291,16 @@ class Scheduling:
     def _refine(self, times: Times, left: int) -> None:
         try:
             question = self._question(times)
-            gain = self._expected_gain(times, question, left, not question.small)
+            now = self._with(times, question)
+            bound = 0.0 if now is None else self._bound(times, question)
+            gain = self._expected_gain(now, bound, left, not question.small)
             searched = sum(not self._family(n).fixed for n in self._families(question))
             cost = SMALL_SECONDS * searched if question.small else SEARCH_SECONDS
-            now = self._with(times, question)
             fits = now is None or now.fits(question.problem.memory_limit)
             if self._learned > 1 and gain <= cost and fits:
                 self._keep(f"a search takes {cost:.1f} s and may save {gain:.1f} s")
             else:
-                more = self._expected_gain(times, question, left, compiled=True)
+                more = self._expected_gain(now, bound, left, compiled=True)
                 self._choose(times, question, not question.small or more > SEARCH_SECONDS)
         except ProblemError as error:
             self._keep(str(error))
@@ -318,20 +319,18 @@ class Scheduling:
             return None
         return evaluate(self._instance(current.family, times, question), current.orders)
 
-    def _expected_gain(self, times: Times, question: _Question, left: int, compiled: bool) -> float:
-        """The seconds that the rest of the stage would be shorter, if a search came as near to the lower bound as the
-        last one of its kind did. 0 if that is too little to replace the schedule. It follows from the measured times
-        alone, not from how long searches took."""
-        current = self._with(times, question)
-        if current is None:
+    def _expected_gain(self, now: Schedule | None, bound: float, left: int, compiled: bool) -> float:
+        """The seconds that the rest of the stage would be shorter than with `now`, if a search came as near to the
+        lower bound as the last one of its kind did. 0 if that is too little to replace the schedule. It follows from
+        the measured times alone, not from how long searches took."""
+        if now is None:
             return 0.0
-        bound, now = self._bound(times, question), current.makespan
         reached = self._reached.get(compiled, max(1.0, COMPILED_GAIN * self._reached.get(False, 1.0)))
-        fraction = 1 - reached * bound / now
+        fraction = 1 - reached * bound / now.makespan
         schedules = (
-            self._spec.ppo.steps_per_iteration // question.problem.mini_batches if self._stage is Stage.PPO else 1
+            self._spec.ppo.steps_per_iteration // now.instance.problem.mini_batches if self._stage is Stage.PPO else 1
         )
-        return left * schedules * now * fraction if fraction > HYSTERESIS else 0.0
+        return left * schedules * now.makespan * fraction if fraction > HYSTERESIS else 0.0
 
     def _bound(self, times: Times, question: _Question) -> float:
         """The shortest makespan that a schedule on the job's placement can have."""

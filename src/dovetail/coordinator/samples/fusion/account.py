@@ -3,7 +3,6 @@ records them in metrics, timeline, summary and history."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,10 +37,12 @@ class StageAccount:
     """The figures of one iteration, in seconds. `hidden` is the time of inference while samples were still generated,
     summed over the scorers. `saved` is the time that all scorers together would have needed for this work after
     generation, as without fusion. The cost of migrations is not subtracted. `idle` has for each rollout the time in
-    which neither it nor its scorer worked."""
+    which neither it nor its scorer worked. `overlap` is from the start of the first inference to the last generated
+    sample, in seconds since the epoch, or None if they did not overlap."""
 
     seconds: float
     generation: float
+    overlap: Interval | None
     hidden: float
     saved: float
     idle: Mapping[str, float]
@@ -52,23 +53,26 @@ def account(
     generated: float,
     ended: float,
     generating: Sequence[Span],
-    scoring: Mapping[str, Sequence[Span]],
+    scoring: Sequence[Span],
     scorers: int,
 ) -> StageAccount:
     """The figures of one iteration. The stage began at `begun`, its last sample was generated at `generated`, and it
-    ended at `ended`, in seconds since the epoch. `generating` has one span for each rollout. `scoring` has the spans of
-    inference, by the rollout beside the scorer. `scorers` is the number of scorers."""
-    hidden = sum(union_seconds(clipped(spans, begun, generated)) for spans in scoring.values())
-    names = {s.process for s in generating} | set(scoring)
+    ended at `ended`, in seconds since the epoch. `generating` has one span for each rollout. `scoring` has one for each
+    scored batch. `scorers` is the number of scorers."""
+    scored: dict[str, list[Span]] = {}
+    for span in scoring:
+        scored.setdefault(rollout_of(span.process), []).append(span)
+    hidden = sum(union_seconds(clipped(spans, begun, generated)) for spans in scored.values())
+    names = {s.process for s in generating} | set(scored)
     busy = {
-        name: union_seconds(
-            clipped([s for s in generating if s.process == name] + list(scoring.get(name, ())), begun, ended)
-        )
+        name: union_seconds(clipped([s for s in generating if s.process == name] + scored.get(name, []), begun, ended))
         for name in names
     }
+    first = min((span.start for span in scoring), default=generated)
     return StageAccount(
         ended - begun,
         generated - begun,
+        (first, generated) if first < generated else None,
         hidden,
         hidden / max(1, scorers),
         {name: max(0.0, ended - begun - seconds) for name, seconds in sorted(busy.items())},
@@ -88,26 +92,16 @@ LEFT = "samples left"
 def record(
     records: RunRecords,
     setting: str | float,
-    scorers: int,
     turn: Turn,
     fusion: StageFusion,
     done: Generated,
-    begun: float,
-    generated: float,
-    scoring: Sequence[Span],
+    found: StageAccount,
 ) -> dict[str, float]:
-    """Record the fusion of an iteration that ends now. Returns its `fusion_...` metrics.
-
-    `setting` is `spec.plan.interStageFusion`, and `scorers` is the number of scorers. The stage began at `begun`, and
-    its last sample was generated at `generated`, in seconds since the epoch. `scoring` has one span for each scored
-    batch."""
+    """Record the fusion of an iteration that ends now. Returns its `fusion_...` metrics. `setting` is
+    `spec.plan.interStageFusion`."""
     # If other iterations are open, a server without samples of this one is not idle.
     lane = None if turn.alone else turn.lane
-    by_rollout: dict[str, list[Span]] = {}
-    for span in scoring:
-        by_rollout.setdefault(rollout_of(span.process), []).append(span)
-    found = account(begun, generated, time.time(), done.spans, by_rollout, scorers)
-    _on_timeline(records, fusion, done, by_rollout, generated, lane)
+    _on_timeline(records, fusion, done, found, lane)
     _in_metrics(records, fusion, done, found)
     if lane is None:
         for name, seconds in found.idle.items():
@@ -137,21 +131,14 @@ def record(
 
 
 def _on_timeline(
-    records: RunRecords,
-    fusion: StageFusion,
-    done: Generated,
-    by_rollout: dict[str, list[Span]],
-    generated: float,
-    lane: str | None,
+    records: RunRecords, fusion: StageFusion, done: Generated, found: StageAccount, lane: str | None
 ) -> None:
     timeline = records.timeline
     timeline.count(LEFT if lane is None else f"{LEFT}, {lane}", done.tail)
-    early = [s.start for spans in by_rollout.values() for s in spans if s.start < generated]
-    if early:
+    if found.overlap is not None:
         args = {"threshold": fusion.threshold, "destinations": ", ".join(fusion.destinations)}
-        start = min(early)
-        span = Span(name="overlap", process=COORDINATOR, lane="fusion", start=start, end=generated, args=args)
-        timeline.add([span])
+        start, end = found.overlap
+        timeline.add([Span(name="overlap", process=COORDINATOR, lane="fusion", start=start, end=end, args=args)])
     timeline.add(
         Span(
             name="migration",
