@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.records import Demonstration, Labelled, Preference, Prompt, Record, like, plain_fields
+from dovetail.coordinator.data.row_format import Row, RowFormat
 from dovetail.coordinator.data.text.chat_template import (
     ASSISTANT,
     ASSISTANTS,
@@ -29,23 +29,6 @@ from dovetail.coordinator.data.text.conversations import (
 )
 from dovetail.manifest.fixed_names import DataKind
 from dovetail.manifest.types import TemplateUse
-
-Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """One format of a row. `fits` says whether a row has it (`format: Auto`). `read(row, kind, chat, where)` makes the
-    record, or raises DataError whose message begins with `where`. `judged` says whether rows tell good replies from bad
-    ones. Other formats give no preferences. `no_pair(row, where)` says whether a row of a judged format tells none from
-    another, so that it is left out of preferences."""
-
-    name: str
-    fits: Callable[[Row], bool]
-    read: Callable[[Row, DataKind, ChatFormat, str], Record]
-    judged: bool = False
-    no_pair: Callable[[Row, str], bool] = lambda row, where: False
-
 
 PROMPT_FIELDS = ("prompt", "instruction", "question", "query", "problem")
 RESPONSE_FIELDS = ("response", "completion", "output", "answer", "solution")
