@@ -82,42 +82,35 @@ async def _send(request: web.Request, response: web.StreamResponse, document: Do
             file.close()
 
 
-def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | None = None) -> web.Application:
-    """The routes of docs/architecture.md. All routes except /metrics and /healthz require the job's token. `page` is
-    None for hosts without a run's folder."""
-    # The page's questions are answered one at a time, so that many viewers do not take the threads and the memory that
-    # the run needs.
-    one_page = asyncio.Lock()
+class _Routes:
+    """The answers to requests. The page's questions are answered one at a time, so that many viewers do not take the
+    threads and the memory that the run needs."""
 
-    @web.middleware
-    async def authenticate(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        await serving.admit(request, token)
-        return await handler(request)
+    def __init__(self, host: Host, page: Page | None) -> None:
+        self._host, self._page, self._one_page = host, page, asyncio.Lock()
 
-    async def join(request: web.Request) -> web.Response:
+    async def join(self, request: web.Request) -> web.Response:
         message = await _read(request, JoinRequest)
         try:
-            return _reply(await host.trainers.join(message))
+            return _reply(await self._host.trainers.join(message))
         except ValueError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
 
-    async def next_command(request: web.Request) -> web.Response:
+    async def next_command(self, request: web.Request) -> web.Response:
         message = await _read(request, NextRequest)
         try:
-            return _reply(await host.trainers.next(message))
+            return _reply(await self._host.trainers.next(message))
         except StaleGeneration as error:
             raise web.HTTPConflict(text=str(error)) from error
 
-    async def heartbeat(request: web.Request) -> web.Response:
-        return _reply(host.trainers.heartbeat(await _read(request, Heartbeat)))
+    async def heartbeat(self, request: web.Request) -> web.Response:
+        return _reply(self._host.trainers.heartbeat(await _read(request, Heartbeat)))
 
-    async def batch(request: web.Request) -> web.StreamResponse:
+    async def batch(self, request: web.Request) -> web.StreamResponse:
         key = request.match_info["key"]
         wanted = await _read(request, BatchPart) if request.method == "POST" else None
         try:
-            document = Document(await host.batch(key))
+            document = Document(await self._host.batch(key))
             head, ranges = b"", [(0, document.size)]
             if wanted is not None:
                 head, ranges = await asyncio.to_thread(document.part, wanted)
@@ -135,66 +128,79 @@ def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | N
         await response.write_eof()
         return response
 
-    async def offer(request: web.Request) -> web.Response:
-        host.offer(await _read(request, Offer))
+    async def offer(self, request: web.Request) -> web.Response:
+        self._host.offer(await _read(request, Offer))
         return web.json_response({})
 
-    async def instances(request: web.Request) -> web.Response:
-        host.register(await _read(request, Register))
+    async def instances(self, request: web.Request) -> web.Response:
+        self._host.register(await _read(request, Register))
         return web.json_response({})
 
-    async def retire(request: web.Request) -> web.Response:
+    async def retire(self, request: web.Request) -> web.Response:
         name, wait = request.match_info["name"], request.query.get("wait", "0")
         if not _SECONDS.fullmatch(wait):
             raise web.HTTPBadRequest(text=f"wait must be a whole number of seconds, at most 999; it is {wait[:64]!r}")
-        host.retire(name, request.query.get("host"))
+        self._host.retire(name, request.query.get("host"))
         for _ in range(round(int(wait) / LEFT_SECONDS)):
-            if host.left(name):
+            if self._host.left(name):
                 break
             await asyncio.sleep(LEFT_SECONDS)
-        return web.json_response({"left": host.left(name)})
+        return web.json_response({"left": self._host.left(name)})
 
-    async def status(_: web.Request) -> web.Response:
-        return web.json_response(host.status())
+    async def status(self, _: web.Request) -> web.Response:
+        return web.json_response(self._host.status())
 
-    async def history(request: web.Request) -> web.Response:
+    async def history(self, request: web.Request) -> web.Response:
         offset = request.query.get("offset", "0")
         if not _OFFSET.fullmatch(offset):
             raise web.HTTPBadRequest(text=f"offset must be a whole number of at least 0; it is {offset[:64]!r}")
-        return web.json_response(host.history_since(int(offset)))
+        return web.json_response(self._host.history_since(int(offset)))
 
-    async def trace(request: web.Request) -> web.Response:
+    async def trace(self, request: web.Request) -> web.Response:
         iteration = int(request.match_info["iteration"])
         try:
-            return web.Response(body=host.trace(iteration), content_type="application/json")
+            return web.Response(body=self._host.trace(iteration), content_type="application/json")
         except FileNotFoundError as error:
             raise web.HTTPNotFound(text=f"no trace of iteration {iteration}") from error
 
-    async def page_document(request: web.Request) -> web.Response:
-        if page is None:
+    async def page_document(self, request: web.Request) -> web.Response:
+        if self._page is None:
             raise web.HTTPNotFound(text="this host has no run page")
         try:
-            async with one_page:
-                body = await asyncio.to_thread(page, request.match_info["question"])
+            async with self._one_page:
+                body = await asyncio.to_thread(self._page, request.match_info["question"])
         except NotKept as error:
             raise web.HTTPNotFound(text=str(error)) from error
         return web.Response(body=body, content_type="application/json")
 
+
+def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | None = None) -> web.Application:
+    """The routes of docs/architecture.md. All routes except /metrics and /healthz require the job's token. `page` is
+    None for hosts without a run's folder."""
+    routes = _Routes(host, page)
+
+    @web.middleware
+    async def authenticate(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        await serving.admit(request, token)
+        return await handler(request)
+
     app = web.Application(middlewares=[authenticate], client_max_size=256 * 1024 * 1024)
     app.add_routes(
         [
-            web.post("/v1/trainer/join", join),
-            web.post("/v1/trainer/next", next_command),
-            web.post("/v1/heartbeat", heartbeat),
-            web.get("/v1/batches/{key:.+}", batch),
-            web.post("/v1/batches/{key:.+}", batch),
-            web.post("/v1/weights/offer", offer),
-            web.post("/v1/instances", instances),
-            web.delete("/v1/instances/{name}", retire),
-            web.get("/v1/status", status),
-            web.get("/v1/history", history),
-            web.get("/v1/traces/{iteration:[0-9]{1,9}}", trace),
-            web.get("/v1/page/{question:.+}", page_document),
+            web.post("/v1/trainer/join", routes.join),
+            web.post("/v1/trainer/next", routes.next_command),
+            web.post("/v1/heartbeat", routes.heartbeat),
+            web.get("/v1/batches/{key:.+}", routes.batch),
+            web.post("/v1/batches/{key:.+}", routes.batch),
+            web.post("/v1/weights/offer", routes.offer),
+            web.post("/v1/instances", routes.instances),
+            web.delete("/v1/instances/{name}", routes.retire),
+            web.get("/v1/status", routes.status),
+            web.get("/v1/history", routes.history),
+            web.get("/v1/traces/{iteration:[0-9]{1,9}}", routes.trace),
+            web.get("/v1/page/{question:.+}", routes.page_document),
             web.get("/metrics", serving.metrics(registry)),
             web.get("/healthz", serving.healthz),
         ]

@@ -64,15 +64,23 @@ def roughly(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-class HealthNews:
-    """Reports each verdict on iterations when it begins and when it ends."""
+class News:
+    """Says what is new in status documents: a message, an evaluation, and each verdict on iterations when it begins and
+    when it ends."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._message = ""
+        self._verdicts: set[str] = set()
         self._iteration = 0
+        self._evaluation: int | None = None
 
     def lines(self, status: Mapping[str, Any]) -> list[str]:
         """Lines about what is new in a status document."""
+        before, self._message = self._message, str(status.get("message") or "")
+        told = [self._message] if self._message not in ("", before) else []
+        return [*told, *self._evaluated(status), *self._health(status)]
+
+    def _health(self, status: Mapping[str, Any]) -> list[str]:
         health = status.get("health") or {}
         if not health or health.get("iteration", 0) <= self._iteration:
             return []
@@ -81,26 +89,18 @@ class HealthNews:
         new = [
             f"Warning: iteration {self._iteration} is unhealthy ({reason}): {message}"
             for reason, message in verdicts.items()
-            if reason not in self._told
+            if reason not in self._verdicts
         ]
-        over = [f"iteration {self._iteration}: no longer {reason}" for reason in sorted(self._told - set(verdicts))]
-        self._told = set(verdicts)
+        over = [f"iteration {self._iteration}: no longer {reason}" for reason in sorted(self._verdicts - set(verdicts))]
+        self._verdicts = set(verdicts)
         return new + over
 
-
-class EvaluationNews:
-    """Reports each evaluation once."""
-
-    def __init__(self) -> None:
-        self._told: int | None = None
-
-    def lines(self, status: Mapping[str, Any]) -> list[str]:
-        """A line if the status document has a new evaluation."""
+    def _evaluated(self, status: Mapping[str, Any]) -> list[str]:
         found = status.get("evaluation") or {}
         iteration = found.get("iteration")
-        if iteration is None or iteration == self._told:
+        if iteration is None or iteration == self._evaluation:
             return []
-        self._told = iteration
+        self._evaluation = iteration
         when = f"after iteration {iteration}" if iteration else "before the first iteration"
         parts = [f"{name} {value['mean']:.4g} ± {value['ci95']:.2g}" for name, value in found["metrics"].items()]
         started = found.get("before_sft") or {}
@@ -157,8 +157,7 @@ class Bars:
             )
         self._message = self._progress.add_task("starting", total=None, metrics="", left="", start=False, visible=False)
         self._current: Stage | None = None
-        self._last_line = ""
-        self._health, self._evaluations = HealthNews(), EvaluationNews()
+        self._news = News()
 
     def __enter__(self) -> Bars:
         self._progress.start()
@@ -176,11 +175,7 @@ class Bars:
         self._progress.console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {escape(line)}", highlight=False)
 
     def update(self, status: Mapping[str, Any]) -> None:
-        message = str(status.get("message") or "")
-        if message and message != self._last_line:
-            self._last_line = message
-            self.tell(message)
-        for line in [*self._evaluations.lines(status), *self._health.lines(status)]:
+        for line in self._news.lines(status):
             self.tell(line)
         place = position(status)
         if place is None or place[0] not in self._bars:
@@ -252,8 +247,7 @@ class Lines:
         self._clock = clock
         self._shown: tuple[Stage, int, int] | None = None
         self._shown_at = 0.0
-        self._message = ""
-        self._health, self._evaluations = HealthNews(), EvaluationNews()
+        self._news = News()
 
     def __enter__(self) -> Lines:
         self.tell("starting the coordinator, trainers, vLLM servers and scorers")
@@ -268,11 +262,7 @@ class Lines:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def update(self, status: Mapping[str, Any]) -> None:
-        message = str(status.get("message") or "")
-        if message and message != self._message:
-            self.tell(message)
-        self._message = message
-        for line in [*self._evaluations.lines(status), *self._health.lines(status)]:
+        for line in self._news.lines(status):
             self.tell(line)
         place = position(status)
         if place is None or place == self._shown:
