@@ -32,7 +32,7 @@ PLUGINS = Path(compat.__file__).parent
 ARGUMENTS = ("vllm.engine.arg_utils", "vllm.entrypoints.launchers.cli_args")
 # The coordinator calls these routes of servers besides our own (docs/extending.md).
 ROUTES = (
-    *("/inference/v1/generate", "/inference/v1/abort_requests", "/pause", "/resume", "/init_weight_transfer_engine"),
+    *("/inference/v1/generate", "/pause", "/resume", "/init_weight_transfer_engine"),
     *("/start_weight_update", "/update_weights", "/finish_weight_update"),
 )
 # Returns a module's source by its name, or None if there is no such module. For ROUTERS it returns the sources of all

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
@@ -17,7 +16,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from interstage.emulated import Connection, Instance, Request, most_files
+from interstage.emulated import Connection, Instance, Request, Write, most_files
 
 from dovetail.fusion.profile import StageProfile
 from dovetail.protocol.messages import (
@@ -85,7 +84,7 @@ class Device(Instance):
         self.versions: dict[str, int | None] = {"rollout": None, "scorer": None}
         self.arrived: int | None = None
 
-    def generate(self, body: dict[str, Any], write: Callable[[bytes], None]) -> None:
+    def generate(self, body: dict[str, Any], write: Write) -> None:
         params = body["sampling_params"]
         left = self.length(params["extra_args"][SEED]) - (self.world.max_tokens - params["max_tokens"])
         self.start(body, Request(max(1, left), params.get("stream_interval", 1), write))

@@ -10,40 +10,29 @@ import asyncio
 import json
 import resource
 from collections.abc import Callable, Coroutine
-from functools import lru_cache, partial
+from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import numpy as np
+from websockets.frames import Frame, Opcode
+from websockets.http11 import Request as HttpRequest
+from websockets.server import ServerProtocol
 
 from dovetail.fusion.profile import StageProfile
 from dovetail.protocol.budgets import RESPONSE_BLOCK
+from dovetail.protocol.sample_stream import MOST_BYTES, ROUTE, Answers, unpack_asked
 from dovetail.protocol.sampling import SEED
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 
-CHUNK = {"token_id": 5, "logprob": -1.25, "rank": 1, "top_logprobs": [{"token_id": 5, "logprob": -1.25}]}
-STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-def framed(body: bytes) -> bytes:
-    """A part of a chunked body."""
-    return b"%x\r\n%b\r\n" % (len(body), body)
-
-
-@lru_cache(maxsize=4096)
-def event(count: int, reason: str | None) -> bytes:
-    """`count` tokens as vLLM sends them; with a reason the stream ends."""
-    choice = {"index": 0, "finish_reason": reason, "token_ids": [5] * count}
-    choice["logprobs"] = {"content": [CHUNK] * count}
-    message = {"request_id": "x", "usage": None, "output_mode": "tokens", "choices": [choice]}
-    sent = framed(f"data: {json.dumps(message)}\n\n".encode())
-    return sent if reason is None else sent + framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+# Takes new tokens of a request, their log-probabilities, and the reason with the last ones.
+Write = Callable[[list[int], list[float], str | None], None]
 
 
 class Request:
     """`left` tokens to make; `unsent` made but not sent."""
 
-    def __init__(self, left: int, interval: int, write: Callable[[bytes], None]) -> None:
+    def __init__(self, left: int, interval: int, write: Write) -> None:
         self.left, self.interval, self.write = left, interval, write
         self.unsent = 0
         self.first = True
@@ -54,7 +43,7 @@ class Request:
         self.unsent, self.left = self.unsent + 1, self.left - 1
         reason = "stop" if self.left == 0 else "abort" if self.aborted else None
         if reason or self.first or self.unsent == self.interval:
-            self.write(event(self.unsent, reason))
+            self.write([5] * self.unsent, [-1.25] * self.unsent, reason)
             self.unsent, self.first = 0, False
         return reason is not None
 
@@ -96,7 +85,7 @@ class Instance:
                 if request.made():
                     del self.requests[name]
 
-    def generate(self, body: dict[str, Any], write: Callable[[bytes], None]) -> None:
+    def generate(self, body: dict[str, Any], write: Write) -> None:
         params = body["sampling_params"]
         so_far = len(body["token_ids"]) - self.prompt
         left = self.length(params["extra_args"][SEED]) - so_far
@@ -104,10 +93,9 @@ class Instance:
 
     def start(self, body: dict[str, Any], request: Request) -> None:
         """Take up the request of this body."""
-        self.requests["generate-tokens-" + body["request_id"]] = request
+        self.requests[body["request_id"]] = request
         self.prefill += len(body["token_ids"])
         self.wake.set()
-        request.write(STREAM)
 
     def abort(self, names: list[str]) -> None:
         for name in names:
@@ -152,12 +140,21 @@ class Connection(asyncio.Protocol):
         self.instance = instance
         self.buffer = bytearray()
         self.answering: asyncio.Task[None] | None = None
+        self.socket: ServerProtocol | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.socket is not None:
+            self.sending.cancel()
+
     def data_received(self, data: bytes) -> None:
+        if self.socket is not None:
+            self.socket.receive_data(data)
+            self.answer_socket()
+            return
         self.buffer += data
         while (end := self.buffer.find(b"\r\n\r\n")) >= 0:
             first, *lines = bytes(self.buffer[:end]).split(b"\r\n")
@@ -165,21 +162,45 @@ class Connection(asyncio.Protocol):
             if len(self.buffer) < end + 4 + size:
                 return
             body = bytes(self.buffer[end + 4 : end + 4 + size])
+            if first.split(b" ")[1] == ROUTE.encode():
+                self.socket = ServerProtocol(max_size=MOST_BYTES)
+                self.answers = Answers(self.send)
+                self.sending = asyncio.create_task(self.answers.run())
+                self.socket.receive_data(bytes(self.buffer))
+                self.answer_socket()
+                return
             del self.buffer[: end + 4 + size]
             self.route(first.split(b" ")[1].split(b"?")[0], body)
 
     def route(self, path: bytes, body: bytes) -> None:
-        if path == b"/inference/v1/generate":
-            self.instance.generate(json.loads(body), self.transport.write)
-        elif path == b"/inference/v1/abort_requests":
-            self.instance.abort(json.loads(body)["request_ids"])
-            self.answer(b"")
-        elif path == b"/v1/begin":
+        if path == b"/v1/begin":
             self.answering = asyncio.create_task(self.later(self.instance.begin(body)))
         elif path == b"/v1/score":
             self.answering = asyncio.create_task(self.later(self.instance.score(body)))
         else:
             raise ValueError(f"no such route: {path!r}")
+
+    def answer_socket(self) -> None:
+        """Do what came over the WebSocket."""
+        assert self.socket is not None
+        for event in self.socket.events_received():
+            if isinstance(event, HttpRequest):
+                self.socket.send_response(self.socket.accept(event))
+            elif isinstance(event, Frame) and event.opcode is Opcode.BINARY:
+                asked = unpack_asked(bytes(event.data))
+                if isinstance(asked, list):
+                    self.instance.abort(asked)
+                    continue
+                requests, self.answers.seconds = asked
+                for fields, tokens in requests:
+                    write = partial(self.answers.add, fields["number"])
+                    self.instance.generate({**fields, "token_ids": tokens}, write)
+        self.transport.writelines(self.socket.data_to_send())
+
+    async def send(self, frame: bytes) -> None:
+        assert self.socket is not None
+        self.socket.send_binary(frame)
+        self.transport.writelines(self.socket.data_to_send())
 
     async def later(self, work: Coroutine[None, None, bytes]) -> None:
         """Answer with what `work` returns."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import time
 import zlib
@@ -14,7 +13,7 @@ from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
-from interstage.emulated import STREAM, Connection, Instance, framed, most_files
+from interstage.emulated import Connection, Instance, Write, most_files
 
 from dovetail.fusion.profile import StageProfile
 from dovetail.protocol.sampling import SEED
@@ -27,19 +26,10 @@ def token_at(seed: int, position: int) -> int:
     return zlib.crc32(f"{seed}/{position}".encode()) % WORDS
 
 
-def event(seed: int, first: int, count: int, reason: str | None) -> bytes:
-    """Tokens `first` to `first + count` of a response, as vLLM sends them."""
-    tokens = [token_at(seed, first + i) for i in range(count)]
-    choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "token_ids": tokens}
-    choice["logprobs"] = {"content": [{"logprob": -(1 + token % 15) / 8} for token in tokens]}
-    sent = framed(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
-    return sent if reason is None else sent + framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
-
-
 class Request:
     """As `interstage.emulated.Request`, with tokens of its own. `at`: the position of the next one to send."""
 
-    def __init__(self, seed: int, at: int, left: int, interval: int, write: Callable[[bytes], None]) -> None:
+    def __init__(self, seed: int, at: int, left: int, interval: int, write: Write) -> None:
         self.seed, self.at, self.left, self.interval, self.write = seed, at, left, interval, write
         self.unsent = 0
         self.first = True
@@ -50,7 +40,8 @@ class Request:
         self.unsent, self.left = self.unsent + 1, self.left - 1
         reason = "stop" if self.left == 0 else "abort" if self.aborted else None
         if reason or self.first or self.unsent == self.interval:
-            self.write(event(self.seed, self.at, self.unsent, reason))
+            tokens = [token_at(self.seed, self.at + i) for i in range(self.unsent)]
+            self.write(tokens, [-(1 + token % 15) / 8 for token in tokens], reason)
             self.at, self.unsent, self.first = self.at + self.unsent, 0, False
         return reason is not None
 
@@ -66,7 +57,7 @@ class Server(Instance):
         self.began: float | None = None
         self.transports: set[asyncio.Transport] = set()
 
-    def generate(self, body: dict[str, Any], write: Callable[[bytes], None]) -> None:
+    def generate(self, body: dict[str, Any], write: Write) -> None:
         params = body["sampling_params"]
         seed, so_far = params["extra_args"][SEED], len(body["token_ids"]) - self.prompt
         request = Request(seed, so_far, self.length(seed) - so_far, params.get("stream_interval", 1), write)
@@ -81,10 +72,9 @@ class Server(Instance):
             return made()
 
         request.made = counted  # type: ignore[method-assign]
-        self.requests["generate-tokens-" + body["request_id"]] = request  # type: ignore[assignment]
+        self.requests[body["request_id"]] = request  # type: ignore[assignment]
         self.prefill += len(body["token_ids"])
         self.wake.set()
-        write(STREAM)
 
     def stepped(self) -> None:
         self.stepping = False
@@ -100,6 +90,7 @@ class Link(Connection):
         self.instance.transports.add(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
         self.instance.transports.discard(self.transport)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.coordinator.samples.requests import abort, stream
+from dovetail.coordinator.samples.in_flight import GenerationSettings
+from dovetail.coordinator.samples.requests import Connection, cancel
 from dovetail.coordinator.store.experts import UNKNOWN, whole
 from dovetail.models.build import build_stage
 from dovetail.protocol.messages import ModelRef
@@ -190,19 +192,18 @@ async def ask(server: Server, tokens: list[int], start: int, count: int, abort_a
     """As the coordinator asks: for `count` tokens more, and for the experts of all tokens from `start` on."""
     answer, name = Answer(start), f"ask-{len(tokens)}-{count}"
     params = {**GREEDY, "max_tokens": count, "routed_experts_prompt_start": start, "output_kind": OUTPUT_DELTA}
-    aborts: list[asyncio.Task[str | None]] = []
 
-    def take(new: list[int], _logprobs: list[float], reason: str | None, experts: bytes | None) -> None:
+    def take(new: Sequence[int], _: Sequence[float], reason: str | None, experts: bytes | None) -> None:
         answer.tokens += new
         answer.reason, answer.experts = reason, experts
-        if abort_after is not None and len(answer.tokens) >= abort_after and not aborts:
-            aborts.append(asyncio.create_task(abort(session, server.url, [name], 30)))
+        if abort_after is not None and len(answer.tokens) >= abort_after:
+            connection.abort([name])
 
-    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
-    async with aiohttp.ClientSession(headers=headers) as session:
-        body = {"request_id": name, "token_ids": tokens, "sampling_params": params, "stream": True}
-        await stream(session, server.url, body, take)
-        assert await asyncio.gather(*aborts) in ([], [None])
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+        connection = Connection(session, server.url, GenerationSettings())
+        request = {"request_id": name, "token_ids": array("i", tokens), "sampling_params": params, "weights": 1}
+        await connection.draw(request, take, 0.0)
+        await cancel([connection.task])
     return answer
 
 

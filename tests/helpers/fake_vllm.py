@@ -1,14 +1,15 @@
-"""A vLLM server in the test's own process: `/inference/v1/generate` streams, aborts, and faults on order.
+"""A vLLM server in the test's own process: it draws samples over a WebSocket, ends them, and faults on order.
 
 Its token at an absolute position depends only on (seed, position), as with position-keyed sampling."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
+import contextlib
 import io
-import json
 import zlib
+from array import array
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from dovetail.coordinator.workers.fleet import Fleet
-from dovetail.protocol.messages import WEIGHTS_HEADER, Register
+from dovetail.protocol.messages import Register
+from dovetail.protocol.sample_stream import FAILED, MOST_BYTES, REFUSED, ROUTE, Row, pack_rows, unpack_asked
 from dovetail.protocol.sampling import SEED
 
 TOKEN = "job-token"
@@ -46,11 +48,11 @@ def experts_at(tokens: list[int]) -> NDArray[np.uint8]:
     return np.array([[[token % 5], [token % 3]] for token in tokens], np.uint8).reshape(len(tokens), 2, 1)
 
 
-def encoded(rows: NDArray[np.uint8]) -> str:
-    """As vLLM sends it."""
+def encoded(rows: NDArray[np.uint8]) -> bytes:
+    """As a server sends it."""
     file = io.BytesIO()
     np.save(file, rows)
-    return base64.b64encode(file.getvalue()).decode()
+    return file.getvalue()
 
 
 async def listen(app: web.Application) -> tuple[web.AppRunner, str]:
@@ -77,13 +79,11 @@ class FakeVllm:
         self.die_after: int | None = None
         self.most_running = 0
         self._runner: web.AppRunner | None = None
-        self._connections: set[object] = set()
         self.url = ""
 
     async def start(self) -> None:
         app = web.Application()
-        app.router.add_post("/inference/v1/generate", self._generate)
-        app.router.add_post("/inference/v1/abort_requests", self._abort)
+        app.router.add_get(ROUTE, self._samples)
         self._runner, self.url = await listen(app)
 
     async def stop(self) -> None:
@@ -109,98 +109,106 @@ class FakeVllm:
             self.faults[name] = left - 1
         return True
 
-    async def _abort(self, request: web.Request) -> web.Response:
-        for request_id in (await request.json())["request_ids"]:
+    async def _samples(self, request: web.Request) -> web.WebSocketResponse:
+        assert request.headers["Authorization"] == f"Bearer {TOKEN}"
+        socket = web.WebSocketResponse(max_msg_size=MOST_BYTES)
+        await socket.prepare(request)
+        tasks: set[asyncio.Task[None]] = set()
+        used = False
+        try:
+            async for message in socket:
+                asked = unpack_asked(message.data)
+                if isinstance(asked, list):
+                    self._abort(asked)
+                    continue
+                bodies = [{**fields, "token_ids": tokens} for fields, tokens in asked[0]]
+                self.requests += bodies
+                if (used and not tasks and self._fault("closed")) or any(self._fault("broken") for _ in bodies):
+                    break
+                used = True
+                for body in bodies:
+                    tasks.add(task := asyncio.create_task(self._draw(request, socket, body)))
+                    task.add_done_callback(tasks.discard)
+        finally:
+            for task in tasks:
+                task.cancel()
+            if request.transport is not None:
+                request.transport.abort()
+        return socket
+
+    def _abort(self, ids: list[str]) -> None:
+        for request_id in ids:
             self.aborted.append(request_id)
             if request_id in self.running and not self._fault("deaf"):
                 self.running[request_id].set()
-        return web.Response()
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        assert request.headers["Authorization"] == f"Bearer {TOKEN}"
-        if request.headers.get(WEIGHTS_HEADER) not in (None, str(self.version)):
+    async def _draw(self, request: web.Request, socket: web.WebSocketResponse, body: dict[str, Any]) -> None:
+        async def row(
+            tokens: list[int], reason: str | None = None, experts: bytes = b"", error: str | None = None
+        ) -> None:
+            logprobs = array("f", [logprob_of(token) for token in tokens])
+            extra = experts if error is None else error.encode()
+            with contextlib.suppress(ConnectionError):  # the coordinator went away
+                await socket.send_bytes(pack_rows([Row(body["number"], array("i", tokens), logprobs, reason, extra)]))
+
+        request_id = body["request_id"]
+        if body["weights"] != self.version:
             self.refused += 1
-            return web.json_response({"error": {"message": "other weights", "code": 503}}, status=503)
-        body = await request.json()
-        self.requests.append(body)
-        kept = request.protocol in self._connections
-        self._connections.add(request.protocol)
-        if (kept and self._fault("closed")) or self._fault("broken"):
-            assert request.transport is not None
-            request.transport.close()
-            raise asyncio.CancelledError
-        if self._fault("refuse"):
-            return web.json_response({"error": {"message": "prompt is too long", "code": 400}}, status=400)
-        if self._fault("unavailable"):
-            return web.json_response({"error": {"message": "no weights yet", "code": 503}}, status=503)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        request_id = "generate-tokens-" + body["request_id"]
-        assert request_id not in self.running, "one request id twice at the same time"
-        self.running[request_id] = asyncio.Event()
-        self.most_running = max(self.most_running, len(self.running))
-        try:
-            await self._stream(request, response, body, self.running[request_id])
-        finally:
-            del self.running[request_id]
-        return response
+            await row([], FAILED, error="other weights")
+        elif self._fault("refuse"):
+            await row([], REFUSED, error="prompt is too long")
+        elif self._fault("unavailable"):
+            await row([], FAILED, error="no weights yet")
+        elif self._fault("empty abort"):
+            await row([], "abort")
+        else:
+            assert request_id not in self.running, "one request id twice at the same time"
+            self.running[request_id] = asyncio.Event()
+            self.most_running = max(self.most_running, len(self.running))
+            try:
+                await self._stream(request, socket, body, row)
+            finally:
+                del self.running[request_id]
 
     async def _stream(
-        self, request: web.Request, response: web.StreamResponse, body: dict[str, Any], abort: asyncio.Event
+        self, request: web.Request, socket: web.WebSocketResponse, body: dict[str, Any], row: Callable[..., Any]
     ) -> None:
         params, position = body["sampling_params"], len(body["token_ids"])
-        interval = self.burst or params["stream_interval"]
+        interval, abort = self.burst or params["stream_interval"], self.running[body["request_id"]]
         waiting: list[int] = []
         every: list[int] = list(body["token_ids"])
 
-        def experts() -> str | None:
+        def experts() -> bytes:
             start = params.get("routed_experts_prompt_start")
-            return None if start is None else encoded(experts_at(every[start:-1]))
+            return b"" if start is None else encoded(experts_at(every[start:-1]))
 
-        if self._fault("empty abort"):
-            await self._event(response, [], "abort")
-            return
         for made in range(1, params["max_tokens"] + 1):
             await asyncio.sleep(self.step)
             if self._fault("stall"):
                 await asyncio.Event().wait()
             if abort.is_set():
-                await self._event(response, waiting, "abort", experts())
+                await row(waiting, "abort", experts())
                 return
             if self._fault("error event"):
-                await response.write(b'data: {"error":{"message":"Internal server error","code":500}}\n\n')
+                await row([], FAILED, error="Internal server error")
                 return
             if self._fault("garbage"):
-                await response.write(b"data: {not json\n\n")
+                await socket.send_bytes(b"not a frame of this protocol")
                 return
             waiting.append(token_at(params["extra_args"][SEED], position))
             every.append(waiting[-1])
             position += 1
             self.tokens_sent += 1
             if self.die_after is not None and self.tokens_sent >= self.die_after:
-                assert request.transport is not None
-                request.transport.abort()
+                if request.transport is not None:
+                    request.transport.abort()
                 if not self._fault("survive"):
                     asyncio.get_running_loop().create_task(self.stop())
                 return
             ended = waiting[-1] % END_EVERY == 0
             reason = "stop" if ended else "length" if made == params["max_tokens"] else None
             if reason or made == 1 or len(waiting) >= interval:
-                await self._event(response, waiting, reason, experts() if reason else None)
+                await row(waiting, reason, experts() if reason else b"")
                 waiting = []
             if reason:
-                await response.write(b"data: [DONE]\n\n")
                 return
-
-    @staticmethod
-    async def _event(
-        response: web.StreamResponse, tokens: list[int], reason: str | None, experts: str | None = None
-    ) -> None:
-        content = [
-            {"token_id": t, "logprob": logprob_of(t), "rank": 1, "top_logprobs": [{"token_id": t, "logprob": 0.0}]}
-            for t in tokens
-        ]
-        choice = {"index": 0, "finish_reason": reason, "token_ids": tokens, "logprobs": {"content": content}}
-        choice["routed_experts"] = experts
-        event = {"request_id": "x", "usage": None, "output_mode": "tokens", "choices": [choice]}
-        await response.write(f"data: {json.dumps(event)}\n\n".encode())

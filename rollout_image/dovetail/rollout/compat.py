@@ -6,6 +6,8 @@ The functions import vLLM themselves, because a scorer, which has no vLLM, share
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,11 @@ PRIVATE = (
     Private(
         "vllm.model_executor.models.registry:_LazyRegisteredModel._get_cache_filename", SEEN, "the file of one class"
     ),
+    Private("vllm.v1.engine.async_llm:AsyncLLM.generate", SEEN, "samples are drawn without an HTTP request for each"),
+    Private("vllm.inputs:tokens_input", SEEN, "a prompt of token ids for it"),
+    Private("vllm.sampling_params:SamplingParams.flat_logprobs", SEEN, "log-probabilities as numbers, not as objects"),
+    Private("vllm.logprobs:FlatLogprobs", SEEN, "where these numbers are"),
+    Private("vllm.exceptions:VLLMClientError", SEEN, "errors of a request, which no other server would draw either"),
 )
 
 
@@ -328,12 +335,43 @@ def allow_experts_on_cpus() -> None:
     VllmConfig._verify_aux_output_compatibility = lambda self: None
 
 
+class WrongRequest(ValueError):
+    """vLLM will not draw this sample, on no server."""
+
+
+async def draw(
+    engine: Any, tokens: list[int], fields: dict[str, Any], kv_transfer: dict[str, Any] | None, request_id: str
+) -> AsyncGenerator[tuple[list[int], list[float], str | None, Any], None]:
+    """Draw a sample with an AsyncLLM. `fields` are those of SamplingParams, with `output_kind` DELTA. Gives new token
+    ids and log-probabilities (nats). The last time it also gives the finish reason, and the experts of the tokens
+    (tokens, layers, experts of a token) if the server has them. Raises WrongRequest."""
+    import msgspec
+    from vllm.exceptions import VLLMClientError
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import SamplingParams
+
+    try:
+        params = msgspec.convert({**fields, "flat_logprobs": True}, SamplingParams)
+        if kv_transfer is not None:
+            params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": kv_transfer}
+        async with aclosing(engine.generate(tokens_input(tokens), params, request_id)) as outputs:
+            async for output in outputs:
+                (done,) = output.outputs
+                # The sampled token is the first of its position. Without new tokens vLLM gives all old positions.
+                flat = done.logprobs
+                logprobs = [flat.logprobs[at] for at in flat.start_indices] if done.token_ids else []
+                yield done.token_ids, logprobs, done.finish_reason, done.routed_experts
+    except (VLLMClientError, ValueError, TypeError) as error:
+        raise WrongRequest(str(error)) from error
+
+
 def run_server(args: Any, http: type, close_seconds: int) -> Any:
     """A coroutine that serves until SIGTERM. Then open connections have `close_seconds` to end. `http` is uvicorn's
     protocol class."""
     from vllm.entrypoints.launchers.api_server.entry import run_server as run
 
-    return run(args, http=http, timeout_graceful_shutdown=close_seconds)
+    # A coordinator that does not read for some seconds keeps its connections. Its samples have deadlines of their own.
+    return run(args, http=http, timeout_graceful_shutdown=close_seconds, ws_ping_interval=None)
 
 
 def fork_engine_core() -> None:

@@ -46,7 +46,8 @@ try:
     from dovetail.coordinator.data.text.chat_template import Message, chat_format
     from dovetail.coordinator.data.text.texts import Texts
     from dovetail.coordinator.data.text.tokenize import Encoder
-    from dovetail.coordinator.samples.requests import MODEL, RequestRefused, ServerFailure, stream
+    from dovetail.coordinator.samples.requests import RequestRefused, ServerFailure
+    from dovetail.local.vllm_stream import stream
     from dovetail.protocol.http.client_session import client_session, resend
     from dovetail.tools.serving.chat import REPLY_ENDS
     from dovetail.tools.serving.served_result import (
@@ -64,6 +65,7 @@ T = TypeVar("T")
 CONCURRENT = 256
 # A server sends an event after so many tokens of a response.
 INTERVAL = 64
+MODEL = "actor"
 CONNECT_SECONDS = 30.0
 # The longest time between two events of a response.
 SILENT_SECONDS = 600.0
@@ -170,7 +172,7 @@ class _Draw:
         self.tokens, self.logprobs, self.reason = [], [], ""
         self.tries += 1
 
-    def take(self, tokens: list[int], logprobs: list[float], reason: str | None, _: bytes | None) -> None:
+    def take(self, tokens: list[int], logprobs: list[float], reason: str | None) -> None:
         self.tokens += tokens
         self.logprobs += logprobs
         self.reason = reason or self.reason

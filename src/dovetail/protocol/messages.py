@@ -465,7 +465,3 @@ class KVPull(Message):
 
 PROBE_HEADER = "X-Dovetail-Probe"
 """A server answers a request that has this header even before it may serve. The value is the version that it holds."""
-
-WEIGHTS_HEADER = "X-Dovetail-Weights"
-"""A request for a sample has this header. The value is the version that must draw it. A server that serves another
-version refuses it."""

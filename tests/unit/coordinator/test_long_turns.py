@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,7 +189,8 @@ def test_samples_that_end_together_are_stored_in_slices(store: Store) -> None:
     fleet = Fleet(lambda: 0.0, lambda *_, **__: None)
     flying = InFlight(store, fleet, lambda *_, **__: None, lambda: 0.0, GenerationSettings(), Speeds())
     for key, attempt in zip(keys, attempts, strict=True):
-        work = Work(key, [7], 0, [1, 2], [0.0, 0.0], 0, attempt, "r", "i", reason="stop")
+        tokens, logprobs = array("i", [1, 2]), array("f", [0, 0])
+        work = Work(key, array("i", [7]), 0, tokens, logprobs, 0, attempt, "r", "i", reason="stop")
         flying.begin(work, 0.0, 0.0)
         flying.ended(work)
     found = []

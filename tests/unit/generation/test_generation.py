@@ -67,8 +67,8 @@ def test_a_dying_servers_samples_go_on_elsewhere_from_their_tokens(tmp_path: Pat
 
 
 def test_a_kept_connection_that_the_server_closes_is_no_failure(tmp_path: Path) -> None:
-    """A server closes idle connections, perhaps just when the next request comes. No server is suspect for that, and no
-    sample moves."""
+    """A connection may end while nothing is drawn, perhaps just when the next request comes. No server is suspect for
+    that, and no sample moves."""
 
     async def scenario(job: Job) -> None:
         server = await job.server("r0")
@@ -84,16 +84,31 @@ def test_a_kept_connection_that_the_server_closes_is_no_failure(tmp_path: Path) 
         job.check()
         job.reported_once()
 
-    play(tmp_path, scenario, generation={"maxConcurrent": 3})
+    play(tmp_path, scenario, generation={"maxConcurrent": 1})
 
 
-@pytest.mark.parametrize("fault", ["unavailable", "empty abort", "error event", "garbage", "broken"])
-def test_passing_faults_are_retried(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize("fault", ["unavailable", "empty abort", "error event"])
+def test_passing_faults_of_a_sample_are_retried(tmp_path: Path, fault: str) -> None:
     async def scenario(job: Job) -> None:
         server = await job.server("r0")
         server.faults[fault] = 5
         result = await job.generate()
         assert (result.retries, result.migrations) == (5, []), "there is one server"
+        assert not [fields for event, fields in job.events if event == "sample.moved"]
+        job.check()
+        job.reported_once()
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(("fault", "said"), [("garbage", "a frame of its stream cannot be read"), ("broken", "ended")])
+def test_a_broken_stream_of_samples_is_opened_again(tmp_path: Path, fault: str, said: str) -> None:
+    async def scenario(job: Job) -> None:
+        server = await job.server("r0")
+        server.faults[fault] = 2
+        result = await job.generate()
+        assert result.retries > 0
+        assert {said in fields["reason"] for event, fields in job.events if event == "sample.retried"} == {True}
         assert not [fields for event, fields in job.events if event == "sample.moved"]
         job.check()
         job.reported_once()
@@ -269,7 +284,7 @@ def test_a_restarted_coordinator_goes_on_and_aborts_what_the_old_one_left(tmp_pa
             await task
         job.finished.clear()
         job.open()
-        left = {f"generate-tokens-{s}" for ids in job.generator._shared.leftovers.values() for s in ids}
+        left = {s for ids in job.generator._shared.leftovers.values() for s in ids}
         kept = sum(len(s.tokens) for s in job.store.samples.samples(1))
         assert kept > 0
         assert left

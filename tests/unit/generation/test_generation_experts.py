@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dovetail.coordinator.store.experience_files import routed_experts
-from dovetail.coordinator.store.experts import UNKNOWN, rows_of, whole
+from dovetail.coordinator.store.experts import UNKNOWN, checked_rows, whole
 from dovetail.coordinator.store.samples import Sample
 from dovetail.protocol.wire import padded
 from helpers.fake_vllm import encoded, experts_at
@@ -128,15 +128,15 @@ def test_experts_survive_the_coordinator(tmp_path: Path) -> None:
     play(tmp_path, scenario, replay=True)
 
 
-@pytest.mark.parametrize("wrong", ["%%%", encoded(np.zeros((2, 2), np.uint8)), encoded(np.zeros((1, 1, 1), "f4"))])
-def test_an_answer_that_is_no_experts_is_an_error(wrong: str) -> None:
+@pytest.mark.parametrize("wrong", [b"%%%", encoded(np.zeros((2, 2), np.uint8)), encoded(np.zeros((1, 1, 1), "f4"))])
+def test_an_answer_that_is_no_experts_is_an_error(wrong: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        rows_of(wrong)
+        checked_rows(wrong)
 
 
 def test_later_pieces_win() -> None:
     def piece(start: int, *experts: int) -> tuple[int, bytes]:
-        return start, rows_of(encoded(np.array(experts, np.uint8).reshape(-1, 1, 1)))
+        return start, checked_rows(encoded(np.array(experts, np.uint8).reshape(-1, 1, 1)))
 
     found = whole([piece(0, 1, 2, 3, 4), piece(2, 8, 9)], 5)
     assert found is not None

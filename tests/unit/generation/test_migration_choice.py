@@ -247,7 +247,7 @@ def test_drained_samples_ask_for_the_blocks_they_left_and_fail_over_without_them
         assert moved
         asked = {r["kv_transfer_params"][PULL]["key"] for r in moved}
         assert asked <= {r["kv_transfer_params"][HOLD]["key"] for r in one.requests}
-        assert {"generate-tokens-" + key for key in asked} <= set(one.aborted)
+        assert asked <= set(one.aborted)
         assert job.generator.kv.moves[Mechanism.KV] == len(moved)
         events = [fields for event, fields in job.events if event == "sample.moved"]
         assert {e["source"] for e in events if e["mechanism"] == "kv"} == {"r0"}

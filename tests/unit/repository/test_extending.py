@@ -192,12 +192,15 @@ def test_what_a_backend_must_offer_is_what_the_coordinator_asks_for() -> None:
     sources = [
         *(root / "src/dovetail/coordinator").rglob("*.py"),
         root / "rollout_image/dovetail/rollout/serving/register.py",
+        root / "src/dovetail/protocol/sample_stream.py",
     ]
     text = "".join(path.read_text() for path in sources)
     assert {route for route in routes if route not in text} <= {"/dovetail/info"}
     assert len(routes) == 14
     # The small servers that the page names have all of them but these, as the page says.
-    small = "".join((root / name).read_text() for name in re.findall(r"`(tests/helpers/\w+\.py)`", PAGE))
+    small = sources[-1].read_text() + "".join(
+        (root / name).read_text() for name in re.findall(r"`(tests/helpers/\w+\.py)`", PAGE)
+    )
     assert {route for route in routes if f'"{route}"' not in small} == {
         "/health",
         "/dovetail/info",

@@ -57,10 +57,10 @@ def test_a_route_that_another_vllm_lacks_is_named(vllm):
     """As in vLLM 0.31, which has all names and parameters."""
 
     def other(module):
-        return vllm.installed(module).replace("/inference/v1/abort_requests", "/abort_requests")
+        return vllm.installed(module).replace("/inference/v1/generate", "/generate")
 
     here, there = vllm.surface(vllm.installed), vllm.surface(other)
-    assert {name for name in here if here[name] != there[name]} == {"/inference/v1/abort_requests"}
+    assert {name for name in here if here[name] != there[name]} == {"/inference/v1/generate"}
 
 
 def test_both_ends_are_asked_for(vllm, monkeypatch):

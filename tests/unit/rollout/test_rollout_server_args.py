@@ -353,8 +353,6 @@ def test_no_generation_without_whole_weights(monkeypatch: pytest.MonkeyPatch) ->
     assert ask(app, "/inference/v1/generate", [(b"x-dovetail-probe", b"0")]) == 200
     monkeypatch.setattr(STATE, "weight_version", 0)
     assert ask(app, "/inference/v1/generate", []) == 200
-    assert ask(app, "/inference/v1/generate", [(b"x-dovetail-weights", b"0")]) == 200
-    assert ask(app, "/inference/v1/generate", [(b"x-dovetail-weights", b"1")]) == 503, "a sample of another version"
 
 
 def test_a_paused_server_holds_nothing_until_it_is_resumed_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,14 +362,13 @@ def test_a_paused_server_holds_nothing_until_it_is_resumed_unchanged(monkeypatch
     monkeypatch.setattr(STATE, "arrived", 3)
     monkeypatch.setattr(STATE, "weight_version", 3)
     monkeypatch.setattr(STATE, "paused_version", None)
-    version = [(b"x-dovetail-weights", b"3")]
     for _ in range(2):
         assert ask(app, "/pause", []) == 200
         assert STATE.weight_version is None
-        assert ask(app, "/inference/v1/generate", version) == 503, "the engine would keep it until after the update"
+        assert ask(app, "/inference/v1/generate", []) == 503, "the engine would keep it until after the update"
     assert ask(app, "/resume", []) == 200
     assert STATE.weight_version == 3
-    assert ask(app, "/inference/v1/generate", version) == 200
+    assert ask(app, "/inference/v1/generate", []) == 200
     assert "paused_version" not in STATE.abilities()
 
 
@@ -390,14 +387,13 @@ def test_a_sleeping_server_says_so_and_takes_no_samples_until_it_is_awake(monkey
     app = auth.RequireWeights(inner)
     monkeypatch.setattr(STATE, "weight_version", 3)
     monkeypatch.setattr(STATE, "asleep", False)
-    version = [(b"x-dovetail-weights", b"3")]
     assert ask(app, "/sleep", []) == 200
     assert STATE.asleep
     assert STATE.weight_version == 3, "level 1 keeps the weights in host memory"
-    assert ask(app, "/inference/v1/generate", version) == 503
+    assert ask(app, "/inference/v1/generate", []) == 503
     assert ask(app, "/wake_up", []) == 200
     assert not STATE.asleep
-    assert ask(app, "/inference/v1/generate", version) == 200
+    assert ask(app, "/inference/v1/generate", []) == 200
     assert "asleep" not in STATE.abilities()
 
 
@@ -418,32 +414,6 @@ def test_a_server_whose_sleep_or_waking_fails_is_as_it_was(
     with pytest.raises(RuntimeError, match="engine died"):
         ask(auth.RequireWeights(breaks), route, [])
     assert STATE.asleep is asleep
-
-
-@pytest.mark.parametrize("now", [None, 4])
-def test_no_token_of_other_weights_leaves_with_a_request(monkeypatch: pytest.MonkeyPatch, now: int | None) -> None:
-    """A request whose body came late is drawn by a paused engine after the update."""
-    monkeypatch.setattr(STATE, "weight_version", 3)
-    monkeypatch.setattr(STATE, "paused_version", None)
-    told: list[bytes] = []
-
-    async def streams(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200})
-        await send({"type": "http.response.body", "body": b"old", "more_body": True})
-        STATE.weight_version = now
-        await send({"type": "http.response.body", "body": b"new", "more_body": True})
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request"}
-
-    async def send(message: Any) -> None:
-        told.append(message.get("body", b""))
-
-    headers = [(b"x-dovetail-weights", b"3")]
-    scope = {"type": "http", "path": "/inference/v1/generate", "headers": headers}
-    with pytest.raises(auth.WeightsChanged):
-        asyncio.run(auth.RequireWeights(streams)(scope, receive, send))
-    assert told == [b"", b"old"]
 
 
 # ---------------------------------------------------------------- registration

@@ -11,10 +11,15 @@ from typing import Annotated, Any
 
 from dovetail.protocol.messages import KVAbility, SendOn
 from dovetail.protocol.process.pulse import BEAT_SECONDS, Pulse
+from dovetail.protocol.sample_stream import ROUTE, FrameError
 from dovetail.protocol.sampling import COUNTER_SAMPLER, Sampler
 from dovetail.rollout.compat import uses_v2_runner
 from dovetail.rollout.kv.kv_config import CONNECTORS
+from dovetail.rollout.serving.sample_connection import SampleConnection
 from dovetail.rollout.serving.weights_worker import SENDING_WORKER
+
+# A WebSocket gives its reason to close in at most 123 bytes.
+MOST_REASON = 120
 
 
 @dataclass
@@ -115,13 +120,13 @@ class InfoRoutes:
     """Adds GET /dovetail/info and the calls of a weight update. These are vLLM's own routes, but they also update
     `STATE` and read every worker's answer. With POST /dovetail/serve the coordinator lets the server answer with a
     version that has passed its probe. With POST /dovetail/send_weights it lets the server send its version to another
-    one."""
+    one. Over the WebSocket /dovetail/samples it draws samples."""
 
     name = "dovetail_info"
     required_tasks = None
 
     def attach_router(self, app: Any) -> None:
-        from fastapi import APIRouter, Body, Request
+        from fastapi import APIRouter, Body, Request, WebSocket
         from fastapi.responses import JSONResponse
 
         from dovetail.rollout.compat import weight_operation
@@ -189,6 +194,13 @@ class InfoRoutes:
                 return JSONResponse({"error": {"message": answer["error"]}}, 409)
             return JSONResponse(answer["offer"])
 
+        async def samples(websocket: WebSocket) -> None:
+            await websocket.accept()
+            try:
+                await SampleConnection(websocket.app.state.engine_client, websocket, STATE).serve()
+            except FrameError as error:
+                await websocket.close(1002, str(error)[:MOST_REASON])
+
         # FastAPI inspects these types, so they must not be this module's postponed annotations.
         information = Annotated[dict[str, Any], Body(embed=True)]
         init_weight_transfer_engine.__annotations__ = {"request": Request, "init_info": information}
@@ -197,7 +209,9 @@ class InfoRoutes:
         finish_weight_update.__annotations__ = {"request": Request, "weight_version": str | None}
         serve.__annotations__ = {"weight_version": int}
         send_weights.__annotations__ = {"request": Request}
+        samples.__annotations__ = {"websocket": WebSocket}
         info.__annotations__ = {}
+        router.add_api_websocket_route(ROUTE, samples)
         router.add_api_route("/dovetail/info", info, methods=["GET"])
         router.add_api_route("/dovetail/serve", serve, methods=["POST"])
         router.add_api_route("/dovetail/send_weights", send_weights, methods=["POST"])

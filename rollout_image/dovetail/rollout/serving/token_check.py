@@ -9,7 +9,7 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from dovetail.protocol.messages import PROBE_HEADER, WEIGHTS_HEADER
+from dovetail.protocol.messages import PROBE_HEADER
 from dovetail.protocol.process.env import TOKEN
 from dovetail.rollout.serving.routes import STATE
 
@@ -47,18 +47,10 @@ class RequireToken:
             await _refuse(send, 401, "this route asks for the job's token", [(b"www-authenticate", b"Bearer")])
 
 
-class WeightsChanged(RuntimeError):
-    """The weights changed while a request waited. The connection ends, and the coordinator repeats the request."""
-
-
 class RequireWeights:
     """ASGI middleware that answers 503 for generation while no complete version of the weights is loaded, or while it
-    has not passed its probe (the probe itself is let through). It also answers 503 if the request asks for another
-    version, and while the engine is paused or asleep.
-
-    A paused engine keeps requests until it is resumed. A request that reaches it then, because its body came late,
-    would be drawn with other weights. So each part of an answer is sent only while the server holds the version that
-    was asked for. Otherwise WeightsChanged ends the connection."""
+    has not passed its probe (the probe itself is let through). It also answers 503 while the engine is paused or
+    asleep. `SampleConnection` checks the weights of each sample itself."""
 
     def __init__(self, app: App):
         self._app = app
@@ -80,13 +72,7 @@ class RequireWeights:
         if generates and STATE.weight_version is None and not _is_probe(scope):
             await _refuse(send, 503, "this server holds no complete version of the weights that passed its probe", [])
             return
-        asked = _header(scope, WEIGHTS_HEADER) if generates else None
-        if asked not in (None, str(STATE.weight_version)):
-            await _refuse(
-                send, 503, f"this server holds version {STATE.weight_version} of the weights, not {asked}", []
-            )
-            return
-        await self._app(scope, receive, send if asked is None else _of_version(asked, send))
+        await self._app(scope, receive, send)
 
     async def _to_sleep_or_awake(self, sleeps: bool, scope: Scope, receive: Receive, send: Send) -> None:
         """Record that the engine sleeps before it is told to, and that it is awake after it has said so."""
@@ -111,16 +97,6 @@ def _resuming(send: Send) -> Send:
     async def sending(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start" and message["status"] == 200:
             STATE.resume()
-        await send(message)
-
-    return sending
-
-
-def _of_version(asked: str, send: Send) -> Send:
-    async def sending(message: MutableMapping[str, Any]) -> None:
-        # Tokens that were drawn before a pause are still of the old version.
-        if asked not in (str(STATE.weight_version), str(STATE.paused_version)):
-            raise WeightsChanged(f"a request for version {asked} of the weights waited until the server had lost it")
         await send(message)
 
     return sending

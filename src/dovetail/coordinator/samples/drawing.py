@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from dovetail.coordinator.samples.dispatch import Speeds, excess, place
 from dovetail.coordinator.samples.in_flight import (
@@ -24,7 +24,7 @@ from dovetail.coordinator.samples.kv_migration import KVMigration
 from dovetail.coordinator.samples.lineup import KIND, Turn
 from dovetail.coordinator.samples.migration_costs import Mechanism
 from dovetail.coordinator.samples.migrations import Leave, Migration, StopStrings
-from dovetail.coordinator.samples.requests import RequestRefused, Requests, ServerFailure, body, cancel, stream
+from dovetail.coordinator.samples.requests import RequestRefused, Requests, ServerFailure, body, cancel
 from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.store.experts import reported_tokens
 from dovetail.coordinator.store.samples import Assignment, Key, Sample
@@ -277,16 +277,17 @@ class Drawing:
             assignments.append(Assignment(work.key, name, instance.incarnation, instance.weight_version, work.stored))
         attempts = self._store.samples.assign(assignments)
         now, wall = self._clock(), time.time()
-        interval = self._settings.interval(len(works) + len(self._pending) + len(self._flying), self._shared.step)
+        left = len(works) + len(self._pending) + len(self._flying)
+        interval, frame = self._settings.interval(left, self._shared.step), self._settings.frame(left)
         for work, attempt in zip(works, attempts, strict=True):
-            work.attempt, work.interval = attempt, interval
+            work.attempt, work.interval, work.frame = attempt, interval, frame
             self._flying.begin(work, now, wall)
             work.task = asyncio.create_task(self._run(work, by_name[work.instance]))
 
     async def _run(self, work: Work, instance: Instance) -> None:
-        def on_tokens(tokens: list[int], logprobs: list[float], reason: str | None, experts: bytes | None) -> None:
+        def on_tokens(tokens: array[int], logprobs: array[float], reason: str | None, experts: bytes | None) -> None:
             now = self._clock()
-            if work.first and tokens:
+            if work.first and len(tokens):
                 sent = self._kv.nbytes
                 self._started(work, instance, now, arrived(), self._kv.nbytes - sent)
             else:
@@ -304,9 +305,9 @@ class Drawing:
                 # is full.
                 work.reason = "length"
                 return
-            session, request = self._requests.session, self._body(work, instance, left)
-            arrived = await self._kv.prepare(session, request, instance, departure, bool(work.tokens))
-            await stream(session, instance.url, request, on_tokens, instance.weight_version)
+            request = body(work, self._generation, instance, left, self._shared.replay)
+            arrived = await self._kv.prepare(self._requests.session, request, instance, departure, bool(work.tokens))
+            await self._requests.draw(instance, request, on_tokens, work.frame)
             if work.reason == "abort" and len(work.tokens) > work.before:
                 work.departure = self._kv.left(instance, work.request_id)
         except ServerFailure as error:
@@ -316,9 +317,6 @@ class Drawing:
         finally:
             self._flying.ended(work)
             self._wake.set()
-
-    def _body(self, work: Work, instance: Instance, left: int) -> dict[str, Any]:
-        return body(work, self._generation, instance, left, work.interval, self._shared.replay)
 
     def _started(
         self, work: Work, instance: Instance, now: float, moved: tuple[Mechanism, float] | None, nbytes: int

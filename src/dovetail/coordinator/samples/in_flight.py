@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,19 +18,22 @@ from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.coordinator.workers.fleet import Fleet, Instance, InstanceHealth
 from dovetail.protocol.messages import Span
 
-# An event costs the coordinator about 30 microseconds of CPU time, and the server more. It costs the same with one
-# token or eight. So an event carries one token for each SAMPLES_PER_TOKEN samples that are left. At 50 tokens per
-# second the coordinator then uses at most a tenth of a core.
+# An event is what vLLM hands over of one sample. It costs its server about 30 microseconds of CPU time, with one token
+# or eight. So an event has one token for each SAMPLES_PER_TOKEN samples that are left.
 SAMPLES_PER_TOKEN = 64
 MOST_PER_EVENT = 64
 # Small models decode fast. Their tokens share events that cover this time. It costs little to lose them.
 EVENT_SECONDS = 0.1
+# A server gathers events in frames. Each sample in a frame costs the coordinator about 10 microseconds, so frames come
+# the less often, the more samples are left.
+FRAME_SECONDS_PER_SAMPLE = 1e-4
+MOST_FRAME_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
     """Settings of generation. Times are in seconds. `stream_interval` is the number of tokens per event. If it is None,
-    `interval` decides. Generation fails after `max_fruitless` attempts of a sample in a row without a token.
+    `interval` and `frame` decide. Generation fails after `max_fruitless` attempts of a sample in a row without a token.
 
     A request is given up after a silence of `stall` if its whole server is silent. If only the request is silent, it is
     given up after ten times this time, because a server may queue requests. After a silence of `suspect` the samples of
@@ -52,6 +56,11 @@ class GenerationSettings:
             return self.stream_interval
         short = 1 if not step else int(EVENT_SECONDS / step)
         return min(MOST_PER_EVENT, max(1, -(-samples // SAMPLES_PER_TOKEN), short))
+
+    def frame(self, samples: int) -> float:
+        """The seconds between two frames of a server when `samples` samples are left. It is 0 with a
+        `stream_interval`."""
+        return 0.0 if self.stream_interval else min(MOST_FRAME_SECONDS, samples * FRAME_SECONDS_PER_SAMPLE)
 
 
 @dataclass
@@ -106,14 +115,14 @@ class Work:
     the current attempt began. Its last token arrived at `last_token`, and its request was asked to end at `ending`, in
     monotonic seconds. `reason` is the server's finish reason. `failure` and `refusal` say why its stream broke.
     `fruitless` counts attempts in a row without a token. `departure` says where its KV cache may still be. `interval`
-    is the number of tokens per event. `experts` has the experts of the tokens from `experts_from` on, which are not
-    stored yet. The experts of `reported` tokens are stored."""
+    is the number of tokens per event, and `frame` the seconds between two frames. `experts` has the experts of the
+    tokens from `experts_from` on, which are not stored yet. The experts of `reported` tokens are stored."""
 
     key: Key
-    prompt: list[int]
+    prompt: array[int]
     seed: int
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: array[int]
+    logprobs: array[float]
     stored: int
     attempt: int = 0
     instance: str = ""
@@ -133,15 +142,15 @@ class Work:
     spent: float = 0.0
     departure: Departure | None = None
     interval: int = 1
+    frame: float = 0.0
     experts: bytes | None = None
     reported: int = 0
 
     @staticmethod
     def of(sample: Sample) -> Work:
         """A pending sample with its tokens so far."""
-        tokens: list[int] = sample.tokens.tolist()
-        logprobs: list[float] = sample.logprobs.tolist()
-        return Work(sample.key, sample.prompt_tokens.tolist(), sample.seed, tokens, logprobs, len(tokens))
+        prompt, tokens = (array("i", each.tobytes()) for each in (sample.prompt_tokens, sample.tokens))
+        return Work(sample.key, prompt, sample.seed, tokens, array("f", sample.logprobs.tobytes()), len(tokens))
 
     @property
     def request_id(self) -> str:

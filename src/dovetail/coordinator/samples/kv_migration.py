@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -15,7 +15,6 @@ from pydantic import ValidationError
 
 from dovetail.coordinator.samples.migration_costs import MeasuredCosts, Mechanism, MigrationCosts
 from dovetail.coordinator.samples.migrations import Departure
-from dovetail.coordinator.samples.requests import ROUTE
 from dovetail.coordinator.workers.fleet import Instance
 from dovetail.protocol.messages import HOLD, HOLD_SECONDS, PULL, KVAbility, KVHold, KVPull
 
@@ -23,6 +22,7 @@ BYTES_PER_SECOND = {"tcp": 1e9, "nixl": 20e9}
 # KV cache blocks are fetched only within this time after the abort, because the server drops them soon after.
 FRESH_SECONDS = HOLD_SECONDS - 10.0
 LEG_SECONDS = 10.0
+GENERATE = "/inference/v1/generate"
 
 
 def ability(instance: Instance) -> KVAbility | None:
@@ -93,7 +93,7 @@ class KVMigration:
         return {HOLD: KVHold(key=key, weights=instance.weight_version, min_tokens=least).model_dump()}
 
     async def _pull(
-        self, session: aiohttp.ClientSession, departure: Departure | None, target: Instance, tokens: list[int]
+        self, session: aiohttp.ClientSession, departure: Departure | None, target: Instance, tokens: Sequence[int]
     ) -> dict[str, Any]:
         """The kv_transfer_params for the resubmission of `tokens` (prompt and response so far) to `target`. They are
         empty if the tokens are to be prefilled."""
@@ -130,18 +130,20 @@ class KVMigration:
         return self._costs.setdefault((kv.transport, kv.layout), MeasuredCosts(assumed))
 
 
-async def nixl_leg(session: aiohttp.ClientSession, url: str, tokens: list[int]) -> dict[str, Any]:
+async def nixl_leg(session: aiohttp.ClientSession, url: str, tokens: Sequence[int]) -> dict[str, Any]:
     """The parameters of a NIXL transfer. NIXL sends only the KV cache of requests that ended by their length. So the
     old server generates one more token. Its prefix cache still has all but the last block. Its answer has the
     parameters. The result is empty if that fails."""
     body = {
         "model": "actor",
-        "token_ids": tokens,
+        "token_ids": list(tokens),
         "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
         "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
     }
     try:
-        async with session.post(url + ROUTE, json=body, timeout=aiohttp.ClientTimeout(total=LEG_SECONDS)) as response:
+        async with session.post(
+            url + GENERATE, json=body, timeout=aiohttp.ClientTimeout(total=LEG_SECONDS)
+        ) as response:
             if response.status != 200:
                 return {}
             params = (await response.json()).get("kv_transfer_params")

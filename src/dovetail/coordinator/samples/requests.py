@@ -1,36 +1,41 @@
-"""Sends requests to vLLM servers, and aborts them. Each sample is one streamed request to `/inference/v1/generate`."""
+"""Draws samples on vLLM servers. Each server has one connection, over which all its samples are asked for and come back
+(`dovetail.protocol.sample_stream`)."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
-from pydantic_core import from_json
+import numpy as np
 
 from dovetail.coordinator.samples.in_flight import GenerationSettings, Work
-from dovetail.coordinator.store.experts import rows_of
+from dovetail.coordinator.store.experts import checked_rows
 from dovetail.coordinator.workers.fleet import Instance
 from dovetail.manifest.types import Generation
-from dovetail.protocol.http.client_session import client_session, resend
-from dovetail.protocol.messages import WEIGHTS_HEADER
+from dovetail.protocol.http.client_session import client_session, note_resent
+from dovetail.protocol.sample_stream import (
+    FAILED,
+    MOST_BYTES,
+    PART,
+    REFUSED,
+    ROUTE,
+    FrameError,
+    Row,
+    pack_aborts,
+    pack_requests,
+    unpack_rows,
+)
 from dovetail.protocol.sampling import sampling_params
 
-ROUTE = "/inference/v1/generate"
-ABORT_ROUTE = "/inference/v1/abort_requests"
-ABORT_PREFIX = "generate-tokens-"
-DATA = b"data: "
-DONE = b"data: [DONE]"
-# vLLM sends this value in place of a log-probability that is not a number.
-NOT_A_NUMBER = -9999.0
-# With these statuses the request itself is wrong, so no server will accept it.
+# With these statuses the connection itself is wrong, so no server will accept it.
 REFUSALS = frozenset({400, 401, 403, 404, 413, 422})
 
 # It is called with the new token ids and their log-probabilities. The last call also has the finish reason, and the
 # experts of the tokens if the server sends them.
-OnTokens = Callable[[list[int], list[float], str | None, bytes | None], None]
+OnTokens = Callable[["array[int]", "array[float]", str | None, bytes | None], None]
 
 
 class ServerFailure(Exception):
@@ -41,141 +46,202 @@ class RequestRefused(Exception):
     """The server reports that the request itself is wrong."""
 
 
-async def stream(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any], on_tokens: OnTokens, version: int | None = None
-) -> None:
-    """Send the request, and pass tokens to `on_tokens` as they arrive. `version` is the version of the weights that
-    must draw the sample. Returns after the event with a finish reason. Raises RequestRefused. Raises ServerFailure if
-    the server fails, or if the stream ends early or cannot be read."""
-    headers = {} if version is None else {WEIGHTS_HEADER: str(version)}
-    try:
-        async with session.post(url + ROUTE, data=json.dumps(body).encode(), headers=headers) as response:
-            if response.status != 200:
-                text = (await response.content.read(2000)).decode(errors="replace")
-                kind = RequestRefused if response.status in REFUSALS else ServerFailure
-                raise kind(f"status {response.status}: {_message(text)}")
-            rest = b""
-            async for chunk in response.content.iter_any():
-                *events, rest = (rest + chunk).split(b"\n\n")
-                if _take([e[len(DATA) :] for e in events if e.startswith(DATA) and e != DONE], on_tokens):
-                    return
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise ServerFailure(f"{type(error).__name__}: {error}".rstrip(": ")) from error
-    raise ServerFailure("the stream ended before the response was complete")
+class _Draw:
+    """A request whose answer is awaited."""
+
+    def __init__(self, request: dict[str, Any], on_tokens: OnTokens) -> None:
+        self.request, self.on_tokens = request, on_tokens
+        self.sent = self.answered = False
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
 
 
-def _take(events: list[bytes], on_tokens: OnTokens) -> bool:
-    """Pass on all tokens that were read at once. Returns True if they end the response. Raises ServerFailure."""
-    if not events:
-        return False
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    reason: str | None = None
-    experts: bytes | None = None
-    try:
-        # This is three times as fast as `json`, which took most of the coordinator's CPU time.
-        for data in from_json(b"[" + b",".join(events) + b"]"):
-            if "error" in data:
-                raise ServerFailure(_message(json.dumps(data)))
-            if data["choices"]:
-                choice = data["choices"][0]
-                new = choice["token_ids"] or []
-                tokens += new
-                if new:
-                    logprobs += [entry["logprob"] for entry in choice["logprobs"]["content"]]
-                reason = choice["finish_reason"]
-                if reason is not None:
-                    if (encoded := choice.get("routed_experts")) is not None:
-                        experts = rows_of(encoded)
-                    break
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ServerFailure(f"an event of its stream cannot be read: {events[-1][:200]!r}") from error
-    if len(tokens) != len(logprobs):
-        raise ServerFailure(f"it sent {len(tokens)} tokens with {len(logprobs)} log-probabilities")
-    if logprobs and min(logprobs) <= NOT_A_NUMBER:
-        raise ServerFailure("its model puts out log-probabilities that are not numbers")
-    if tokens or reason is not None:
-        on_tokens(tokens, logprobs, reason, experts)
-    return reason is not None
+class Connection:
+    """The connection to one process of a server. It opens when it is made. `over` says that it has ended."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, settings: GenerationSettings) -> None:
+        self._session, self._url, self._settings = session, url, settings
+        self._draws: dict[int, _Draw] = {}
+        self._next = 0
+        self._unsent: list[int] = []
+        self._aborts: list[str] = []
+        self._seconds = 0.0
+        self._wake = asyncio.Event()
+        self.over = self._answered = False
+        self.task = asyncio.create_task(self._run())
+
+    async def draw(self, request: dict[str, Any], on_tokens: OnTokens, seconds: float) -> None:
+        """Ask for a sample, and pass its tokens on as they arrive. `seconds` is the time between two frames. Returns
+        after the tokens with a finish reason. Raises ServerFailure, RequestRefused, and _Unseen."""
+        number, self._next = self._next, self._next + 1
+        draw = self._draws[number] = _Draw({**request, "number": number}, on_tokens)
+        self._unsent.append(number)
+        self._seconds = seconds
+        self._wake.set()
+        try:
+            await draw.done
+        finally:
+            # Rows that still come are for nobody.
+            del self._draws[number]
+            if draw.sent and draw.done.cancelled():
+                self.abort([request["request_id"]])
+
+    def abort(self, ids: Sequence[str]) -> None:
+        """Ask the server to end requests. Their last rows then have the reason `abort`."""
+        self._aborts += ids
+        self._wake.set()
+
+    async def _run(self) -> None:
+        error: Exception = ServerFailure("its stream of samples ended before the response was complete")
+        broken = True
+        try:
+            await self._serve()
+        except aiohttp.WSServerHandshakeError as found:
+            kind = RequestRefused if found.status in REFUSALS else ServerFailure
+            error = kind(f"status {found.status} for its stream of samples")
+        except FrameError as found:
+            error, broken = ServerFailure(f"a frame of its stream cannot be read: {found}"), False
+        except (aiohttp.ClientError, OSError, TimeoutError) as found:
+            error = ServerFailure(f"{type(found).__name__}: {found}".rstrip(": "))
+        finally:
+            self.over = True
+            for draw in self._draws.values():
+                # The server may have closed a connection that it took for idle. That is no failure.
+                draw.fail(_Unseen() if broken and self._answered and not draw.answered else error)
+
+    async def _serve(self) -> None:
+        # A frozen server completes the connection, but not the handshake. Its samples leave before this time is over.
+        async with asyncio.timeout(self._settings.connect + 2 * self._settings.stall):
+            connected = await self._session.ws_connect(
+                self._url + ROUTE, max_msg_size=MOST_BYTES, heartbeat=2 * self._settings.stall
+            )
+        async with connected as socket:
+            sending = asyncio.create_task(self._send(socket))
+            try:
+                async for message in socket:
+                    if message.type is not aiohttp.WSMsgType.BINARY:
+                        raise FrameError(f"a message of type {message.type.name}: {message.data!r}"[:200])
+                    self._take(unpack_rows(message.data))
+                if socket.close_code == aiohttp.WSCloseCode.PROTOCOL_ERROR:
+                    raise FrameError("the server could not read a message of the coordinator")
+            finally:
+                await cancel([sending])
+
+    async def _send(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            numbers, self._unsent = self._unsent, []
+            while numbers:
+                part, size = [], 0
+                while numbers and size <= PART:
+                    draw = self._draws.get(numbers.pop(0))
+                    if draw is not None:
+                        draw.sent = True
+                        fields = {key: value for key, value in draw.request.items() if key != "token_ids"}
+                        part.append((fields, draw.request["token_ids"]))
+                        size += 4 * len(draw.request["token_ids"])
+                await socket.send_bytes(pack_requests(part, self._seconds))
+            aborts, self._aborts = self._aborts, []
+            if aborts:
+                await socket.send_bytes(pack_aborts(aborts))
+
+    def _take(self, rows: Sequence[Row]) -> None:
+        self._answered = True
+        for row in rows:
+            draw = self._draws.get(row.number)
+            if draw is None or draw.done.done():
+                continue
+            draw.answered = True
+            if row.reason == REFUSED:
+                draw.fail(RequestRefused(row.extra.decode(errors="replace")))
+            elif row.reason == FAILED:
+                draw.fail(ServerFailure(row.extra.decode(errors="replace")))
+            elif not np.isfinite(row.logprobs).all():
+                draw.fail(ServerFailure("its model puts out log-probabilities that are not numbers"))
+            else:
+                try:
+                    experts = checked_rows(row.extra) if row.extra else None
+                except ValueError as error:
+                    draw.fail(ServerFailure(f"the experts of its tokens cannot be read: {error}"))
+                    continue
+                draw.on_tokens(row.tokens, row.logprobs, row.reason, experts)
+                if row.reason is not None:
+                    draw.done.set_result(None)
 
 
-def _message(text: str) -> str:
-    try:
-        error = json.loads(text)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)[:500]
-    except (ValueError, KeyError, TypeError):
-        return text.strip()[:500] or "no message"
+class _Unseen(Exception):
+    """A kept connection ended before the request was answered. The server may just have closed it."""
 
 
-async def abort(session: aiohttp.ClientSession, url: str, request_ids: Sequence[str], seconds: float) -> str | None:
-    """Ask a server to abort requests. Their streams then end with the finish reason `abort`. The time limit is
-    `seconds`. Returns an error text, or None."""
-    body = {"request_ids": [ABORT_PREFIX + i for i in request_ids]}
-    timeout = aiohttp.ClientTimeout(total=seconds)
-    try:
-        async with session.post(url + ABORT_ROUTE, json=body, timeout=timeout) as response:
-            return None if response.status == 200 else f"status {response.status}"
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        return f"{type(error).__name__}: {error}".rstrip(": ")
-
-
-MODEL = "actor"
-
-
-def body(
-    work: Work, generation: Generation, instance: Instance, left: int, interval: int, replay: bool = False
-) -> dict[str, Any]:
-    """The body of a request for `left` more tokens after the prompt and the tokens so far. `interval` is the number of
-    tokens per event. With `replay`, the server must report which experts each token used."""
+def body(work: Work, generation: Generation, instance: Instance, left: int, replay: bool = False) -> dict[str, Any]:
+    """A request for `left` more tokens after the prompt and the tokens so far, with the weights that the instance
+    holds. With `replay`, the server must report which experts each token used."""
     sampler = instance.abilities.get("sampler", "counter")
     params = sampling_params(generation, work.seed, left, sampler, generated=len(work.tokens))
-    params["stream_interval"] = interval
+    params["stream_interval"] = work.interval
     if replay:
         params["routed_experts_prompt_start"] = work.experts_from
     return {
         "request_id": work.request_id,
-        "model": MODEL,
         "token_ids": work.prompt + work.tokens,
         "sampling_params": params,
-        "stream": True,
+        "weights": instance.weight_version,
     }
 
 
 class Requests:
-    """The HTTP connections to all servers. They are opened on first use. Call `close` at the end."""
+    """The connections to all servers. They are opened on first use. Call `close` at the end."""
 
     def __init__(self, token: str, settings: GenerationSettings, log: Callable[..., None]) -> None:
         self._token = token
         self._settings = settings
         self._log = log
         self._session: aiohttp.ClientSession | None = None
-        self._aborts: set[asyncio.Task[None]] = set()
+        # By the server's name: its address and incarnation, and the connection to it.
+        self._connections: dict[str, tuple[tuple[str, str], Connection]] = {}
 
     @property
     def session(self) -> aiohttp.ClientSession:
+        """It sends the job's token."""
         if self._session is None:
-            # A request has an id and a seed, so one that arrives twice gives the same tokens.
             self._session = client_session(
-                middlewares=[resend],
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect),
                 headers={"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"},
             )
         return self._session
 
+    async def draw(self, instance: Instance, request: dict[str, Any], on_tokens: OnTokens, seconds: float) -> None:
+        """As `Connection.draw`. A request that was not answered on a kept connection is sent again on a new one."""
+        while True:
+            try:
+                await self._connection(instance).draw(request, on_tokens, seconds)
+                return
+            except _Unseen:
+                note_resent()
+
     def abort(self, instance: Instance, ids: Sequence[str]) -> None:
-        """Ask a server to abort requests. This does not wait for the answer, because the streams show the end."""
+        """Ask a server to end requests. This does not wait, because the rows show the end."""
+        self._connection(instance).abort(ids)
+        self._log("requests.aborted", instance=instance.name, requests=len(ids))
 
-        async def send() -> None:
-            error = await abort(self.session, instance.url, ids, self._settings.abort)
-            self._log("requests.aborted", instance=instance.name, requests=len(ids), error=error)
-
-        task = asyncio.create_task(send())
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+    def _connection(self, instance: Instance) -> Connection:
+        process = instance.url, instance.incarnation
+        found = self._connections.get(instance.name)
+        if found is not None and (found[0] != process or found[1].over):
+            found[1].task.cancel()
+            found = None
+        if found is None:
+            found = self._connections[instance.name] = process, Connection(self.session, instance.url, self._settings)
+        return found[1]
 
     async def close(self) -> None:
-        """Cancel running aborts, and close the connections. It may be called again."""
-        await cancel(self._aborts)
+        """Close all connections. It may be called again."""
+        connections, self._connections = self._connections, {}
+        await cancel([connection.task for _, connection in connections.values()])
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -34,7 +34,6 @@ def client_session(*, address: LastAddress | None = None, **options: Any) -> aio
 async def resend(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
     """A middleware for requests that may arrive twice. A request whose kept connection ends before any byte of an
     answer is sent again. This is no failure of the server, which may just have closed the connection."""
-    global _resent
     while True:
         reused: list[bool] = []
         _reused.set(reused)
@@ -44,7 +43,13 @@ async def resend(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerT
             # Each attempt uses up a kept connection, so this ends. A new connection that fails is a failure.
             if not reused or isinstance(error, aiohttp.ClientConnectorError):
                 raise
-            _resent += 1
+            note_resent()
+
+
+def note_resent() -> None:
+    """Count a request that is sent again."""
+    global _resent
+    _resent += 1
 
 
 def resent() -> int:
