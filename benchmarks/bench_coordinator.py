@@ -1,6 +1,6 @@
 """The coordinator's own cost: its real generator and store against emulated vLLM servers in another process.
 
-The servers (`interstage.emulated`) speak vLLM's streaming protocol over HTTP and only wait between the steps: what is
+The servers (`interstage.emulated`) speak the protocol of rollout servers and only wait between the steps: what is
 measured is what the coordinator spends. Prints one JSON line. SAMPLES (10000), INSTANCES (256), in so many PROCESSES
 (1), STEP: seconds of a decode step (0.03), INTERVAL: tokens in an event (default: by the number of samples, as the
 coordinator does), MEAN: tokens of a mean response (200), PROFILE: a file for cProfile.

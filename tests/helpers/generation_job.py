@@ -50,6 +50,9 @@ class Following(DrawingFollower):
         if self.on_progress is not None:
             self.on_progress(done, total, tokens)
 
+    def gathers_at(self) -> int:
+        return 0 if self.tail is None else self.job.count
+
     def gather(self, unfinished: Sequence[tuple[Key, str | None]], able: Collection[str]) -> Collection[str] | None:
         return None if self.tail is None else self.tail(unfinished, able)
 

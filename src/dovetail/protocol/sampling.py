@@ -1,5 +1,5 @@
-"""The request parameters of a sample for vLLM's `/inference/v1/generate`. The coordinator writes them, and rollouts
-read them.
+"""The fields of a sample's request that are vLLM's SamplingParams. The coordinator writes them, and rollouts read
+them.
 
 Two samplers draw the same sample for the same (seed, position) on every server. So another server can continue a
 response from the prompt and the tokens so far:

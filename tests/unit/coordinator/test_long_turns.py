@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator
@@ -199,3 +200,37 @@ def test_samples_that_end_together_are_stored_in_slices(store: Store) -> None:
         assert (flying.late, len(flying), flying.sort_out()) == (left > 0, left, [])
     assert found == keys
     assert store.samples.counts(1) == {State.GENERATED: 5}
+
+
+@pytest.mark.parametrize("part", ["flush", "sort_out", "counts"])
+def test_a_turn_of_drawing_costs_what_changed_and_not_what_is_in_flight(store: Store, part: str) -> None:
+    """Counts the calls of a turn in which one sample of many has a new token."""
+
+    def calls(samples: int, iteration: int) -> int:
+        store.samples.begin_iteration(iteration, [NewSample(s, 0, [7], s) for s in range(samples)])
+        keys = [Key(iteration, s, 0) for s in range(samples)]
+        attempts = store.samples.assign([Assignment(key, "r", "i", 0, 0) for key in keys])
+        fleet = Fleet(lambda: 0.0, lambda *_, **__: None)
+        flying = InFlight(store, fleet, lambda *_, **__: None, lambda: 0.0, GenerationSettings(), Speeds())
+        for key, attempt in zip(keys, attempts, strict=True):
+            work = Work(key, array("i", [7]), 0, array("i"), array("f"), 0, attempt, "r", "i")
+            flying.begin(work, 0.0, 0.0)
+        work.tokens.append(5)
+        work.logprobs.append(-1.0)
+        flying.changed(work, 0.0)
+        found = 0
+
+        def count(*_: object) -> None:
+            nonlocal found
+            found += 1
+
+        sys.setprofile(count)
+        try:
+            {"flush": lambda: flying.flush(0.1), "sort_out": flying.sort_out, "counts": lambda: flying.counts}[part]()
+        finally:
+            sys.setprofile(None)
+        if part == "flush":
+            assert [len(s.tokens) for s in store.samples.samples(iteration)] == [0] * (samples - 1) + [1]
+        return found
+
+    assert calls(1000, 2) == calls(10, 1)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.coordinator.samples.dispatch import Speeds, excess, place
@@ -29,7 +29,7 @@ from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.store.experts import reported_tokens
 from dovetail.coordinator.store.samples import Assignment, Key, Sample
 from dovetail.coordinator.store.store import Store, StoreError
-from dovetail.coordinator.workers.fleet import Fleet, Instance
+from dovetail.coordinator.workers.fleet import Fleet, Instance, InstanceHealth
 from dovetail.manifest.types import Generation
 
 GATHER_SECONDS = 0.005
@@ -40,6 +40,8 @@ BURST = 256
 # limit of tokens in the same moment.
 MOST_FINISHED = 256
 TOKEN_BYTES = 4
+# So often within `stall` silent requests are looked for.
+LOOKS = 10
 
 
 class DrawingFollower:
@@ -51,6 +53,10 @@ class DrawingFollower:
 
     def progress(self, done: int, total: int, tokens: int) -> None:
         """Samples and tokens so far. It is called after each flush."""
+
+    def gathers_at(self) -> int:
+        """`gather` is asked when so many samples are left, or fewer. With 0 it is never asked."""
+        return 0
 
     def gather(self, unfinished: Sequence[tuple[Key, str | None]], able: Collection[str]) -> Collection[str] | None:
         """The instances on which the remaining samples gather, once it is time. Before that None or nothing. All
@@ -107,7 +113,10 @@ class Drawing:
         self._flying = InFlight(self._store, self._fleet, self._log, self._clock, self._settings, shared.speeds)
         self._wake = asyncio.Event()
         self._migrations: list[Migration] = []
-        self._watched = 0.0
+        self._watched = self._looked = 0.0
+        # Samples whose requests shall end, and the process of each server when it was last looked at.
+        self._ending: dict[Work, None] = {}
+        self._processes: dict[str, str | None] = {}
         self._known: set[tuple[str, str]] = set()
         self._destinations: frozenset[str] = frozenset()
 
@@ -224,7 +233,7 @@ class Drawing:
     def _gather(self) -> None:
         """Ask the follower where to gather the remaining samples. When it names destinations, move the samples of all
         other instances there."""
-        if self._destinations or not (self._pending or self._flying):
+        if self._destinations or not 0 < len(self._pending) + len(self._flying) <= self._follower.gathers_at():
             return
         unfinished = [*((w.key, None) for w in self._pending), *((w.key, w.instance) for w in self._flying)]
         chosen = self._follower.gather(sorted(unfinished, key=lambda u: u[0]), [i.name for i in self._eligible()])
@@ -292,6 +301,7 @@ class Drawing:
                 self._started(work, instance, now, arrived(), self._kv.nbytes - sent)
             else:
                 work.steps, work.spent = work.steps + len(tokens), work.spent + now - work.last_token
+            self._flying.changed(work, now)
             work.tokens += tokens
             work.logprobs += logprobs
             work.last_token, work.reason, work.experts = now, reason, experts
@@ -343,19 +353,30 @@ class Drawing:
         if now - self._watched < s.flush:
             return
         self._watched = now
+        # Silent requests are looked for less often, because that takes a look at every sample.
+        silent = now - self._looked > s.stall / LOOKS
+        if silent:
+            self._looked = now
         fleet = {i.name: i for i in self._fleet.instances(KIND)}
         eligible = {i.name for i in self._eligible()}
-        last_tokens: dict[str, float] = {}
-        for work in self._flying:
-            last_tokens[work.instance] = max(last_tokens.get(work.instance, 0.0), work.last_token)
-        for name in last_tokens:
-            quiet, others = now - last_tokens[name], bool(eligible - {name})
-            if (reason := reason_to_leave(fleet.get(name), quiet, others, s)) is not None:
+        for name in list(self._flying.counts):
+            instance, quiet = fleet.get(name), now - self._flying.last_token(name)
+            if (reason := reason_to_leave(instance, quiet, bool(eligible - {name}), s)) is not None:
                 self._end(self._flying.on(name), reason)
-        for work in self._flying:
+            gone = instance is None or instance.health is InstanceHealth.DEAD
+            process = None if instance is None else instance.incarnation
+            if silent or gone or self._processes.get(name) != process:
+                self._give_up(self._flying.on(name), fleet, now)
+            self._processes[name] = process
+        self._ending = {work: None for work in self._ending if work in self._flying}
+        self._give_up(self._ending, fleet, now)
+
+    def _give_up(self, works: Iterable[Work], fleet: Mapping[str, Instance], now: float) -> None:
+        for work in works:
             if work.task is None or work.task.done():
                 continue
-            failure = reason_to_give_up(work, fleet.get(work.instance), now, last_tokens[work.instance], s)
+            last = self._flying.last_token(work.instance)
+            failure = reason_to_give_up(work, fleet.get(work.instance), now, last, self._settings)
             if failure is not None:
                 work.failure = failure or work.failure
                 work.task.cancel()
@@ -370,6 +391,7 @@ class Drawing:
         by_instance: dict[str, list[str]] = {}
         for work in works:
             work.ending, work.leave = now, Leave(work.instance, reason, now)
+            self._ending[work] = None
             by_instance.setdefault(work.instance, []).append(work.request_id)
         for name, ids in by_instance.items():
             instance = self._fleet.get(name)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -234,7 +233,11 @@ class InFlight:
         self._store, self._fleet, self._log, self._clock = store, fleet, log, clock
         self._max_fruitless, self._speeds = settings.max_fruitless, speeds
         self._works: dict[Work, None] = {}
-        self._counts: Counter[str] = Counter()
+        # The samples on each instance that has any, and when one of them last got a token.
+        self._on: dict[str, dict[Work, None]] = {}
+        self._heard: dict[str, float] = {}
+        # Samples with something to store.
+        self._changed: dict[Work, None] = {}
         self._ended: list[Work] = []
         self.activity: dict[str, Activity] = {}
         self.late = False
@@ -245,22 +248,29 @@ class InFlight:
     def __iter__(self) -> Iterator[Work]:
         return iter(self._works)
 
+    def __contains__(self, work: Work) -> bool:
+        return work in self._works
+
     @property
     def counts(self) -> Mapping[str, int]:
         """The number of requests on each instance that has any."""
-        return +self._counts
+        return {name: len(works) for name, works in self._on.items()}
 
     def on(self, name: str) -> list[Work]:
         """The samples that one instance is generating."""
-        return [w for w in self._works if w.instance == name]
+        return list(self._on.get(name, ()))
+
+    def last_token(self, name: str) -> float:
+        """When a request on this instance last got a token, or began, in monotonic seconds."""
+        return self._heard[name]
 
     def loads(self, instances: Sequence[Instance]) -> dict[str, int]:
         """The number of requests on each instance."""
-        return {i.name: self._counts[i.name] for i in instances}
+        return {i.name: len(self._on.get(i.name, ())) for i in instances}
 
     def idle(self, name: str) -> bool:
         """Whether an instance has no request."""
-        return not self._counts[name]
+        return name not in self._on
 
     def speeds(self, names: Sequence[str]) -> dict[str, float]:
         """The relative speeds of instances."""
@@ -271,30 +281,42 @@ class InFlight:
         epoch."""
         work.last_token, work.begun, work.first = now, now, True
         self._works[work] = None
-        self._counts[work.instance] += 1
+        self._on.setdefault(work.instance, {})[work] = None
+        self._heard[work.instance] = now
         self.activity.setdefault(work.instance, Activity(wall, wall)).end = wall
 
+    def changed(self, work: Work, now: float) -> None:
+        """Record that a sample has new tokens. `flush` stores them."""
+        self._changed[work] = None
+        self._heard[work.instance] = now
+
     def ended(self, work: Work) -> None:
-        """Record that a sample's request has ended, for any reason. `sort_out` handles it."""
+        """Record that a sample's request has ended, for any reason. `flush` and `sort_out` handle it."""
+        self._changed[work] = None
         self._ended.append(work)
 
     def _remove(self, work: Work) -> None:
         del self._works[work]
-        self._counts[work.instance] -= 1
+        here = self._on[work.instance]
+        del here[work]
+        if not here:
+            del self._on[work.instance]
 
     def clear(self) -> None:
-        self._works.clear()
-        self._counts.clear()
-        self._ended.clear()
+        for each in (self._works, self._on, self._changed, self._ended):
+            each.clear()
 
     def flush(self, seconds: float, most: int | None = None) -> list[Key]:
         """Store the tokens since the last flush, `seconds` ago. Returns the samples that are now finished, at most
         `most` of them. `late` says whether others are left for the next flush. Raises StoreError."""
         deltas: list[Delta] = []
         works: list[Work] = []
-        streams, finished = +self._counts, 0
+        streams, finished = self.counts, 0
+        changed, self._changed = self._changed, {}
         self.late = False
-        for work in self._works:
+        for work in changed:
+            if work not in self._works:
+                continue
             if work.steps:
                 self.activity[work.instance].decoded(streams[work.instance], work.steps, work.spent)
                 work.steps, work.spent = 0, 0.0
@@ -302,6 +324,7 @@ class InFlight:
             if reason is not None:
                 if finished == most:
                     self.late = True
+                    self._changed[work] = None
                     continue
                 finished += 1
             if len(work.tokens) > work.stored or reason is not None or work.experts is not None:

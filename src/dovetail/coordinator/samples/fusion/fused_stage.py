@@ -74,5 +74,8 @@ class FusedStage(DrawingFollower):
         # The set of idle rollouts may have changed.
         self._inference.poke()
 
+    def gathers_at(self) -> int:
+        return 0 if self._fusion.destinations else self._fusion.threshold or 0
+
     def gather(self, unfinished: Sequence[tuple[Key, str | None]], able: Collection[str]) -> Collection[str] | None:
         return self._fusion.gather(unfinished, able)
