@@ -23,9 +23,9 @@ SAMPLES_PER_TOKEN = 64
 MOST_PER_EVENT = 64
 # Small models decode fast. Their tokens share events that cover this time. It costs little to lose them.
 EVENT_SECONDS = 0.1
-# A server gathers events in frames. Each sample in a frame costs the coordinator about 10 microseconds, so frames come
+# A server gathers events in frames. Each sample in a frame costs the coordinator about 20 microseconds, so frames come
 # the less often, the more samples are left.
-FRAME_SECONDS_PER_SAMPLE = 1e-4
+FRAME_SECONDS_PER_SAMPLE = 5e-4
 MOST_FRAME_SECONDS = 2.0
 
 
