@@ -45,7 +45,7 @@ class PlanError(ValueError):
 FOR_TWO = ("Fused", "TimeSharing", "Dedicated")
 """The values of plan.intraStageFusion that only actor and critic together can have."""
 # CPU time of the coordinator's event loop for a sample, and for each of its tokens: bench_coordinator, on one core.
-SAMPLE_SECONDS, TOKEN_SECONDS = 1.8e-3, 1.5e-6
+SAMPLE_SECONDS, TOKEN_SECONDS = 0.4e-3, 1.5e-6
 MOST_RANKS = 4096  # the largest pp, tp or dp that a plan's layout may have
 
 
