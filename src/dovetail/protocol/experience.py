@@ -49,9 +49,9 @@ class Experience:
 
     @property
     def mask(self) -> NDArray[np.bool_]:
-        """Which entries of a table are response tokens, (N, R) bool."""
-        width = self.arrays["rollout_logprobs"].shape[1]
-        return np.arange(width)[None, :] < self.response_lengths[:, None]
+        """Which entries of a table are response tokens that are learnt, (N, R) bool. Those that the model was told in
+        the midst of a response, such as a tool's answer, are not."""
+        return _mask(self.arrays, slice(None))
 
     @property
     def response_lengths(self) -> NDArray[np.int32]:
@@ -189,10 +189,16 @@ def kl_per_sample(arrays: Mapping[str, NDArray[np.generic]]) -> FloatArray | Non
     found = np.zeros(len(lengths), np.float32)
     for start in range(0, len(lengths), KL_ROWS):
         rows = slice(start, start + KL_ROWS)
-        mask = np.arange(logprobs.shape[1])[None, :] < lengths[rows, None]
+        mask = _mask(arrays, rows)
         difference = logprobs[rows].astype(np.float32) - reference[rows].astype(np.float32)
         found[rows] = np.where(mask, difference, 0.0).sum(axis=1)
     return found
+
+
+def _mask(arrays: Mapping[str, NDArray[np.generic]], rows: slice) -> NDArray[np.bool_]:
+    lengths = arrays["response_lengths"][rows].astype(np.int32)
+    mask: NDArray[np.bool_] = np.arange(arrays["rollout_logprobs"].shape[1])[None, :] < lengths[:, None]
+    return mask & arrays["learnt"][rows].astype(np.bool_) if "learnt" in arrays else mask
 
 
 def _whitened(x: FloatArray, mask: NDArray[np.bool_]) -> FloatArray:

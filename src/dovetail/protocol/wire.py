@@ -32,6 +32,7 @@ OF_RESPONSE = (
     "returns",
     "step_rewards",
     "step_ends",
+    "learnt",
     "old_logprobs",
 )
 _DTYPES = {

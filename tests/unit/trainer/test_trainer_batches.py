@@ -105,8 +105,9 @@ def test_a_position_is_learnt_when_the_token_it_predicts_is_marked() -> None:
 
 
 def test_response_token_r_belongs_to_the_output_before_it() -> None:
-    places = response_positions(torch.tensor([2, 4, 1]), torch.tensor([3, 2, 0]), 6)
-    assert [row.nonzero().flatten().tolist() for row in places] == [[1, 2, 3], [3, 4], []]
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 0, 1]], dtype=torch.bool)
+    places = response_positions(torch.tensor([2, 4, 1, 3]), mask, 6)
+    assert [row.nonzero().flatten().tolist() for row in places] == [[1, 2, 3], [3, 4], [], [2, 4]]
 
 
 # ---------------------------------------------------------------- the whole batch

@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.coordinator.data.text.chat_template import ASSISTANTS, REASONING, Message
+from dovetail.coordinator.data.text.tokenize import right_pad
 from dovetail.coordinator.sessions.bridge import Bridge, Tools
+from dovetail.protocol.wire import Arrays
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,22 @@ class Episode:
         )
         learnt = set[ModelExchange]()
         return [_branch(leaf, learnt) for leaf in leaves]
+
+
+def branch_arrays(branches: Sequence[Branch], pad: int) -> Arrays:
+    """The arrays of a PPO batch that say what the model read and wrote, for N branches: `tokens` (N,T) int32,
+    `prompt_lengths` and `response_lengths` (N,) int32, `rollout_logprobs` (N,R) float32 and `learnt` (N,R) uint8. A
+    branch's response begins with the first token that is learnt."""
+    tokens, lengths = right_pad([branch.tokens for branch in branches], pad)
+    prompts = np.array([branch.prompt_length for branch in branches], np.int32)
+    width = int((lengths - prompts).max(initial=1))
+    learnt, logprobs = np.zeros((len(branches), width), np.uint8), np.zeros((len(branches), width), np.float32)
+    for row, branch in enumerate(branches):
+        response = slice(branch.prompt_length, None)
+        learnt[row, : lengths[row] - prompts[row]] = branch.learnt[response]
+        logprobs[row, : lengths[row] - prompts[row]] = branch.logprobs[response]
+    sizes = {"prompt_lengths": prompts, "response_lengths": lengths - prompts}
+    return {"tokens": tokens, **sizes, "rollout_logprobs": logprobs, "learnt": learnt}
 
 
 def _tokens(exchange: ModelExchange) -> list[int]:

@@ -32,6 +32,9 @@ from dovetail.trainer.steps.step_context import Metrics, variance
 class PPOSamples:
     """One iteration's samples. In (N, R) float32 tensors, entry r is for response token r. `mask` is (N, R) bool.
 
+    `mask` has the response tokens that are learnt: those that the model sampled, and not those that it was told in the
+    midst of its response.
+
     `step_ends` (N, R) bool marks the tokens that end a step. `step_rewards` has the step's reward at this token. Both
     are None if there are no steps. `unknown_experts` (N,) counts the tokens of a sample whose experts are not known.
     Log-probabilities are in nats.
@@ -73,8 +76,10 @@ class PPOSamples:
         if int(responses.min()) < 0 or int(responses.max()) > width:
             raise BadCommand(f"batch array 'response_lengths' must lie in 0..{width}, the width of rollout_logprobs")
         mask = torch.arange(width) < responses.unsqueeze(1)
+        if "learnt" in arrays:
+            mask &= read(arrays, "learnt", torch.uint8, (n, width)).bool()
         if not bool(mask.any()):
-            raise BadCommand("no sample of the batch has a response token")
+            raise BadCommand("no sample of the batch has a response token to learn")
 
         def per_token(name: str, needed: bool) -> Tensor | None:
             if name not in arrays and not needed:
@@ -117,6 +122,7 @@ class PPOSamples:
 
     def arrays(self, old_logprobs: Tensor) -> Arrays:
         """The batch's arrays, with the log-probabilities (N, R) of the policy at the iteration's start."""
+        whole = torch.equal(self.mask.sum(dim=1), self.response_lengths)
         tables = {
             "tokens": self.sequences.tokens.int(),
             "prompt_lengths": self.prompt_lengths.int(),
@@ -131,6 +137,7 @@ class PPOSamples:
             "routed_experts": self.sequences.routing,
             "step_rewards": self.step_rewards,
             "step_ends": self.step_ends,
+            "learnt": None if whole else self.mask.to(torch.uint8),
         }
         return {name: table.numpy() for name, table in tables.items() if table is not None}
 
@@ -140,10 +147,11 @@ def _present(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def response_positions(prompt_lengths: Tensor, response_lengths: Tensor, time: int) -> Tensor:
-    """(B, time) bool: the positions that predict the response tokens. Each is the one before its token."""
-    first, places = prompt_lengths.unsqueeze(1) - 1, torch.arange(time)
-    return (first <= places) & (places < first + response_lengths.unsqueeze(1))
+def response_positions(prompt_lengths: Tensor, mask: Tensor, time: int) -> Tensor:
+    """(B, time) bool: the positions that predict the response tokens of `mask` (B, R). Each is the one before its
+    token."""
+    tokens, last = torch.arange(time) - (prompt_lengths.unsqueeze(1) - 1), mask.shape[1] - 1
+    return (tokens >= 0) & (tokens <= last) & mask.gather(1, tokens.clamp(0, last))
 
 
 def counted_samples(samples: PPOSamples, config: PPO) -> Tensor | None:

@@ -193,7 +193,7 @@ def _shared_goals(
 
 def _part(context: Context, rows: list[int]) -> BatchPart:
     """The part of the batch for a rank that trains these rows."""
-    whole = [*PTX, "step_rewards", "step_ends"]
+    whole = [*PTX, "step_rewards", "step_ends", "learnt"]
     some = ["tokens"] + ["routed_experts"] * ("actor" in context.engine.models)
     if context.advantages is not None:
         return BatchPart(whole=[*whole, *OF_SEQUENCE, *OF_RESPONSE])
@@ -281,6 +281,7 @@ def _mini_batches(context: Context, cuts: list[Cut], samples: PPOSamples, ptx: P
     """Every optimizer step of the iteration. Mini-batch k of an epoch gets the k-th share of the ptx rows."""
     config = ppo_config(context.spec)
     counted, right = counted_samples(samples, config), right_samples(samples, config)
+    lengths = samples.mask.sum(dim=1)
     steps = len(samples) // config.mini_batch_size
     minis = []
     for index, each in enumerate(cuts):
@@ -288,11 +289,11 @@ def _mini_batches(context: Context, cuts: list[Cut], samples: PPOSamples, ptx: P
         if ptx is not None:
             total, k = len(ptx.sequences), index % steps
             share = list(range(total * k // steps, total * (k + 1) // steps))
-        tokens = int(samples.response_lengths[rows].sum())
+        tokens = int(lengths[rows].sum())
         theirs, of = tokens, len(rows)
         if counted is not None:
-            theirs, of = int(samples.response_lengths[rows][counted[rows]].sum()), int(counted[rows].sum())
-        theirs_right = 0 if right is None else int(samples.response_lengths[rows][right[rows]].sum())
+            theirs, of = int(lengths[rows][counted[rows]].sum()), int(counted[rows].sum())
+        theirs_right = 0 if right is None else int(lengths[rows][right[rows]].sum())
         minis.append(MiniBatch(each.work, tokens, theirs, of, counted, right, theirs_right, share, index == 0))
     return minis
 
@@ -408,7 +409,7 @@ def _responses(samples: PPOSamples, rows: list[int]) -> tuple[Packed, Tensor]:
     """The rows, packed so that the outputs of their response tokens are wanted, and the mask (rows, R) of these
     tokens."""
     time = samples.sequences.tokens.shape[1]
-    wanted = response_positions(samples.prompt_lengths[rows], samples.response_lengths[rows], time)
+    wanted = response_positions(samples.prompt_lengths[rows], samples.mask[rows], time)
     return samples.sequences.pack(rows, wanted), samples.mask[rows]
 
 
@@ -423,7 +424,7 @@ def _actor_micro_batch(
     packed, keep = _responses(samples, rows)
     normaliser = max(1, mini.policy_tokens)
     share = aggregation_weights(
-        samples.response_lengths[rows],
+        keep.sum(dim=1),
         config.loss_aggregation,
         tokens=normaliser,
         samples=max(1, mini.policy_samples),
@@ -590,7 +591,7 @@ def before_step(context: Context, samples: PPOSamples, tokens: int | None) -> tu
         return found
 
     micro, time = context.spec.ppo.micro_batch_size, samples.sequences.tokens.shape[1]
-    wanted = response_positions(samples.prompt_lengths, samples.response_lengths, time)
+    wanted = response_positions(samples.prompt_lengths, samples.mask, time)
     valued = context.require("actor").head != "lm"
     columns = width * (1 + valued)
     table = context.per_sequence("actor", samples.sequences, wanted, micro, columns, of, asks, tokens)
