@@ -24,7 +24,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help docs install tools demo drill test test-fast test-nightly budgets same-bits lint format generate families requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-race bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-batches bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu test-gpu clean
+.PHONY: help docs install tools demo drill test test-fast test-nightly budgets same-bits lint format generate families requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-race bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-fleet report-performance bench-batches bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu test-gpu clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images images-push
 
 help: ## Show the targets
@@ -174,6 +174,14 @@ bench-papers: install ## APP, PUZZLE and RLHFuse on their own settings, simulate
 
 bench-coordinator: install ## The coordinator with 10,000 samples on 256 emulated servers
 	$(BIN)/python benchmarks/bench_coordinator.py
+
+bench-fleet: install ## The coordinator with 2,000 emulated servers in 16 processes
+	PROCESSES=16 INSTANCES=2000 SAMPLES=12000 STEP=0.1 $(BIN)/python benchmarks/bench_coordinator.py
+
+REPORT_ARGS ?=
+
+report-performance: install ## All benchmarks of docs/performance.md, and the page; hours, or REPORT_ARGS="--only batches"
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/report.py $(REPORT_ARGS)
 
 bench-batches: install ## 64 emulated trainer ranks that ask for a batch at once
 	$(BIN)/python benchmarks/bench_batches.py

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from gpu_memory.cases import CASES
 from gpu_memory.measured import Measuring
@@ -28,7 +27,6 @@ TOLERANCE = 0.05
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="cases whose names hold one of these words")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     found, missed = [], False
     print(f"{'case':58} allocated  reserved   planner    error")
@@ -52,8 +50,8 @@ def main() -> int:
             missed = missed or abs(error) > TOLERANCE
             sizes = "  ".join(f"{size / GIB:8.2f}" for size in (device.allocated, device.reserved, expected))
             print(f"{case.name:58} {sizes}  {error:+7.1%}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+    for line in found:
+        print(json.dumps({"measurement": "memory", **line}))
     return int(missed)
 
 
