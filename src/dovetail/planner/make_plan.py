@@ -34,7 +34,6 @@ from dovetail.planner.planned_job import (
 )
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Batching, Plan, Rollout, Task, TaskPlacement, TrainerRank, divisions
-from dovetail.protocol.prediction import Prediction
 from dovetail.protocol.process.process_names import rollout_name, trainer_name
 
 
@@ -127,7 +126,7 @@ def _planned(job: PlannedJob, no_lag: str | None) -> Plan:
             *_further_rounds(spec),
             *_too_fast(placed),
         ],
-        prediction=_predicted(spec, placed, no_lag),
+        prediction=placed.prediction and with_lags(placed.prediction, no_lag, spec.ppo.lag, placed.draw),
         stages=list(placed.stages),
         memory=memory,
     )
@@ -215,11 +214,6 @@ def _too_fast(placed: Placed) -> list[str]:
         f"{tokens / followed:,.0f} of responses of {work.response.mean:.0f} tokens: generation will take about "
         f"{followed:.1f} s an iteration, not {made:.1f} s; fewer replicas of the rollout groups would do."
     ]
-
-
-def _predicted(spec: RLHFJobSpec, placed: Placed, no_lag: str | None) -> Prediction | None:
-    """The prediction with the job's lag, and with other lags beside it."""
-    return None if placed.prediction is None else with_lags(placed.prediction, no_lag, spec.ppo.lag, placed.draw)
 
 
 def _checkpointed(job: PlannedJob, placed: Placed) -> frozenset[tuple[Stage, str]]:

@@ -373,18 +373,6 @@ def worst(job: Training) -> Memory:
     return max(stages, key=lambda memory: memory.device_bytes)
 
 
-def with_stages(job: Training, pp: int) -> Training | None:
-    """The training of the same mini-batch on the same ranks with `pp` stages under 1F1B, which holds at most pp
-    micro-batches. None if the ranks, the layers or the micro-batches cannot be divided so."""
-    ranks = job.layout.pp * job.layout.dp
-    total = job.micro_batches * job.layout.dp
-    if pp * job.chunks > job.shape.layers or ranks % pp or total % (ranks // pp):
-        return None
-    micro_batches = total // (ranks // pp)
-    layout = job.layout.model_copy(update={"pp": pp, "dp": ranks // pp})
-    return replace(job, layout=layout, micro_batches=micro_batches, in_flight=min(pp, micro_batches))
-
-
 def remedies(job: Training, zero3: bool = True) -> Iterator[tuple[str, Training]]:
     """The changes that a user can make, the smallest first. `zero3`: the manifest's other pins allow ZeRO-3."""
     if job.gpu and not job.recompute:
@@ -393,26 +381,21 @@ def remedies(job: Training, zero3: bool = True) -> Iterator[tuple[str, Training]
         yield "set spec.plan.zero3 to Auto", replace(job, fsdp=3)
     if job.gpu and not job.offload:
         yield "set the optimizer's offload to true", replace(job, offload=True)
-    more = range(job.layout.pp + 1, job.shape.layers // job.chunks + 1)
-    staged = [(pp, other) for pp in more if (other := with_stages(job, pp)) is not None]
-    for pp, other in staged:
-        yield f"raise pp to {pp}", other
-    for pp, other in staged:
-        if job.gpu and not job.offload:
-            yield f"raise pp to {pp} and set the optimizer's offload to true", replace(other, offload=True)
 
 
-def problem(task: str, group: str, job: Training, capacity: float, zero3: bool = True) -> str | None:
+def problem(
+    task: str, group: str, job: Training, capacity: float, zero3: bool = True, otherwise: str = ""
+) -> str | None:
     """Why a training does not fit in `capacity` bytes. None if every stage fits. It is one sentence with the bytes that
-    are needed and a remedy that works, or the size of a GPU that is large enough. `zero3`: see `remedies`."""
+    are needed and a remedy that works, or the size of a GPU that is large enough. `zero3`: see `remedies`. `otherwise`:
+    the remedy if none of them works."""
     memory = worst(job)
     if memory.device_bytes <= capacity:
         return None
     tried = [(name, worst(other).device_bytes) for name, other in remedies(job, zero3)]
-    working = next((name for name, size in tried if size <= capacity), None)
-    if working is None:
-        least = min([memory.device_bytes, *(size for _, size in tried)])
-        working = f"use GPUs of at least {least / GIB:.0f} GiB, more of them, smaller micro-batches or LoRA"
+    least = min([memory.device_bytes, *(size for _, size in tried)])
+    otherwise = otherwise or f"use GPUs of at least {least / GIB:.0f} GiB, more of them, smaller micro-batches or LoRA"
+    working = next((name for name, size in tried if size <= capacity), otherwise)
     return f"{shortage(task, memory.device, capacity, f' on group {group}')}; {working}"
 
 
@@ -426,18 +409,12 @@ _PROCESS = {"generation": "vLLM", **dict.fromkeys(INFERENCE, "scorer"), **dict.f
 
 
 @dataclass(frozen=True)
-class GPUMemory:
-    """The bytes by part of each GPU in `range` of a pool, at an iteration's peak. `capacity`: the bytes of a GPU."""
+class GPUMemory(Memory):
+    """The same of each GPU in `range` of a pool, at an iteration's peak. `capacity`: the bytes of a GPU."""
 
     pool: str
     range: range
-    device: Mapping[str, float]
-    host: Mapping[str, float]
     capacity: float
-
-    @property
-    def device_bytes(self) -> float:
-        return sum(self.device.values())
 
     @property
     def fits(self) -> bool:
@@ -653,7 +630,7 @@ class GPUMemoryModel:
         if peaks:
             device |= max(peaks, key=lambda p: p[0])[1]
         device["contexts, fragments"] = self._overhead(tasks)
-        return GPUMemory(pool.name, where, device, host, float(pool.gpu.memory))
+        return GPUMemory(device, host, pool.name, where, float(pool.gpu.memory))
 
     def _overhead(self, tasks: Loads) -> float:
         """The contexts of the processes, and the fragments of the memory that stays."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
@@ -401,17 +402,13 @@ def prediction(result: Result, costs: GPUCosts) -> Prediction:
 
 
 def _task(task: Task, share: Share, costs: GPUCosts) -> PredictedTask:
+    names = ("first", "gpus", "pp", "tp", "dp", "micro_batch")
     return PredictedTask(
         task=task,
         group=share.pool,
-        first=share.first,
-        gpus=share.gpus,
-        pp=share.pp,
-        tp=share.tp,
-        dp=share.dp,
-        micro_batch=share.micro_batch,
         seconds=costs.option(task, share).seconds,
         details=list(_details(task, share)),
+        **{name: getattr(share, name) for name in names},
     )
 
 
@@ -506,9 +503,17 @@ def supervised(job: PlannedJob, model: str, by_layer: bool = False, others: bool
             fitting.append((seconds, Fitting(layout, frozenset(recompute), frozenset(gathering))))
     if failed and not fitting:
         least, task = min(failed, key=lambda f: worst(f[0]).device_bytes)
-        never = job.spec.plan.zero3 == "Never"
-        raise Infeasible(str(problem(task, job.trainers.name, least, job.trainers.gpu.memory, never)))
+        never, pool = job.spec.plan.zero3 == "Never", job.trainers
+        pinned = job.spec.plan.parallelism != "Auto" and _fits(job.pinned(parallelism="Auto"), model, by_layer, others)
+        otherwise = "set spec.plan.parallelism to Auto" if pinned else ""
+        raise Infeasible(str(problem(task, pool.name, least, pool.gpu.memory, never, otherwise)))
     return [fit for _, fit in sorted(fitting, key=lambda f: f[0])]
+
+
+def _fits(job: PlannedJob, model: str, by_layer: bool, others: bool) -> bool:
+    with suppress(Infeasible):
+        return bool(supervised(job, model, by_layer, others))
+    return False
 
 
 def _smallest(job: PlannedJob, rule: BatchRule) -> BatchRule:

@@ -91,6 +91,16 @@ def test_groups_that_are_too_small_are_refused_with_the_number_and_what_helps():
         make_plan(spec(config=LARGE, groups=[group("t", ["trainer"], per_pod=8), group("gen", ["rollout"], A10, 1, 4)]))
 
 
+def test_remedies_lead_from_a_pinned_layout_to_one_that_fits():
+    groups = [group("t", ["trainer"], A10, 8), group("gen", ["rollout"], "NVIDIA-B200", replicas=2)]
+    with pytest.raises(PlanError, match=r"on group t, 22.5 GiB there .*; set spec.plan.parallelism to Auto$"):
+        make_plan(spec(config=MEDIUM, groups=groups, plan={"parallelism": {"actor": {"dp": 8}}}))
+    with pytest.raises(PlanError, match=r"; set spec.ppo.actorOptimizer.offload and spec.ppo.criticOptimizer.offload"):
+        make_plan(spec(config=MEDIUM, groups=groups))
+    offload = {f"{model}Optimizer": {"offload": True} for model in ("actor", "critic")}
+    assert make_plan(spec(config=MEDIUM, groups=groups, ppo=offload)).prediction is not None
+
+
 def test_pins_are_kept_and_contradictions_named():
     pinned = spec(plan={"parallelism": {"actor": {"pp": 2, "dp": 2}}, "interStageFusion": 0.3})
     found = make_plan(pinned)
