@@ -54,7 +54,6 @@ INNER = ("intermediate_size", "ffn_dim", "moe_intermediate_size")
 # Model types that pass, but that nobody can use.
 NOT_WANTED = {
     "phi": "vLLM loses the bias of its head when new weights arrive",
-    "mixtral": "vLLM does not take its experts when new weights arrive",
 }
 
 

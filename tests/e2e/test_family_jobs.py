@@ -65,6 +65,8 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     # Its layers do not know where packed sequences begin: each is a row.
     "stablelm": (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2}),
+    # Files have other names of its experts than transformers.
+    "mixtral": (1, {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
     # Factors that change the embedding, the attention, the sums and the logits.
     "granite": (
         2,

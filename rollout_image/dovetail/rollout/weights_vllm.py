@@ -13,6 +13,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.models.source import in_files
 from dovetail.models.transfer import TransferError
 from dovetail.protocol.messages import Receive, SendOn
 from dovetail.protocol.process.env import HOST
@@ -52,9 +54,9 @@ class DovetailUpdateInfo(WeightTransferUpdateInfo):
 
 
 class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, DovetailUpdateInfo]):
-    """Loads the offer's tensors through the model's own weight loader, which fuses, shards and converts to the server's
-    dtype. A session that fails leaves the model partly without weights. Then the server answers 503
-    (`dovetail.rollout.serving.routes`) until a complete version has arrived."""
+    """Loads the offer's tensors through the model's own weight loader, by the names that they have in files. The loader
+    fuses, shards and converts to the server's dtype. A session that fails leaves the model partly without weights. Then
+    the server answers 503 (`dovetail.rollout.serving.routes`) until a complete version has arrived."""
 
     init_info_cls = DovetailInitInfo
     update_info_cls = DovetailUpdateInfo
@@ -68,6 +70,7 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         copy = ReceivedCopy() if sends else None
         self._peers = None if copy is None else PeerSender(copy, os.environ.get(HOST, "127.0.0.1"))
         self._receiver = WeightReceiver(device, rank, copy)
+        self._family = MODEL_FAMILIES[vllm_config.model_config.hf_config.model_type]
         self._arrived: int | None = None
         self._parameters = {name for name, _ in model.named_parameters()}
         # Find these now, because a session that breaks off leaves modules without the weights that they share.
@@ -92,7 +95,7 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         self._arrived = None
         arriving = self._receiver.receive(receive, self._nothing_held)
         try:
-            loaded = self.model.load_weights(arriving)
+            loaded = self.model.load_weights(in_files(self._family, arriving))
         finally:
             arriving.close()  # type: ignore[attr-defined]
         # Models that don't report what they loaded can't be checked.
