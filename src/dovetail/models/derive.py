@@ -92,7 +92,9 @@ def derive_family(config: Any) -> ModelFamily:
     whole = whole_model(small)
     path, body = _body(whole, kind)
     parts = {name: part for name, part in body.named_children() if name != "layers"}
-    embedding = next(name for name, part in parts.items() if isinstance(part, nn.Embedding))
+    embedding = next((name for name, part in parts.items() if isinstance(part, nn.Embedding)), None)
+    if embedding is None:
+        raise ModelError(f"{kind} models have no plain token embedding beside their layers")
     norms = tuple(name for name, part in parts.items() if _is_norm(part))
     entry, ends = _ends({n: part for n, part in parts.items() if n not in (embedding, *norms)}, kind)
     layer = body.layers[0]
