@@ -17,7 +17,7 @@ import pytest
 from dovetail.operator.cluster.leader import LEASE
 from dovetail.pod.main import STEADY_SECONDS
 from helpers.cluster import DEVCLUSTER, REPOSITORY, KubeCluster, external, wait_for
-from helpers.cluster_jobs import PACED_TEMPLATE, ClusterJob, is_true, kill, paced, tiny_manifest
+from helpers.cluster_jobs import PACED_TEMPLATE, PRODUCTS, ClusterJob, is_true, kill, paced, tiny_manifest
 from helpers.jobs import events
 
 pytestmark = [
@@ -96,6 +96,54 @@ def drain_node(job: ClusterJob) -> set[str]:
     finally:
         job.cluster.kubectl("uncordon", group)
     return {group}
+
+
+def upgrade_pool(job: ClusterJob) -> set[str]:
+    """All nodes are cordoned and then drained one after the other, so that no pod finds a node meanwhile."""
+    nodes = list(PRODUCTS)
+    try:
+        job.cluster.kubectl("cordon", *nodes)
+        words = ("--ignore-daemonsets", "--delete-emptydir-data", "--timeout=900s")
+        for node in nodes:
+            job.cluster.kubectl("drain", node, *words, timeout=930)
+        told = job.condition("Disrupted")
+        assert (told["status"], told["reason"]) == ("True", "EvictionByEvictionAPI")
+        assert "which was cordoned by kubectl" in told["message"]
+    finally:
+        job.cluster.kubectl("uncordon", *nodes)
+    wait_for("the end of the disruption", lambda: job.condition("Disrupted")["status"] == "False", RECOVERY_SECONDS)
+    return {"coordinator", *PRODUCTS}
+
+
+def ban_node(job: ClusterJob) -> set[str]:
+    """By a taint that lets no pod stay."""
+    pods = job.pods()
+    group = "v100" if pods["coordinator"]["spec"]["nodeName"] != "v100" else "a10"
+    job.cluster.kubectl("taint", "node", group, "example.com/repair=:NoExecute")
+    try:
+        told = wait_for("the disruption", lambda: disrupted(job), RECOVERY_SECONDS, POLL_SECONDS)
+        assert told["reason"] == "DeletionByTaintManager"
+        assert f"node {group}, which has the taint example.com/repair:NoExecute" in told["message"]
+    finally:
+        job.cluster.kubectl("taint", "node", group, "example.com/repair-")
+    return {group}
+
+
+def delete_node(job: ClusterJob) -> set[str]:
+    """And its kubelet registers it again."""
+    pods = job.pods()
+    group = "v100" if pods["coordinator"]["spec"]["nodeName"] != "v100" else "a10"
+    job.cluster.kubectl("delete", "node", group)
+    told = wait_for("the disruption", lambda: disrupted(job), RECOVERY_SECONDS, POLL_SECONDS)
+    assert told["reason"] == "DeletionByPodGC"
+    job.cluster.devcluster("restart", f"kubelet-{group}")
+    return {group}
+
+
+def disrupted(job: ClusterJob) -> dict[str, Any]:
+    """The condition, if it is true."""
+    told = job.condition("Disrupted")
+    return told if told.get("status") == "True" else {}
 
 
 def take_node(job: ClusterJob) -> set[str]:
@@ -190,6 +238,9 @@ FAULTS: dict[str, Callable[[ClusterJob], set[str]]] = {
     "kubelet restarted": restart_kubelet,
     "vLLM killed": partial(kill_process, "v100", "dovetail.rollout.serving.vllm_server"),
     "node drained": drain_node,
+    "node banned": ban_node,
+    "node deleted": delete_node,
+    "pool upgraded": upgrade_pool,
     "node taken and given back": take_node,
     "API server restarted": restart_api_server,
     "trainer killed": partial(kill_process, "a100", "dovetail.trainer.main"),
@@ -208,9 +259,9 @@ RETURNS = {
 }
 
 
-# A pod of each kind that comes anew, a node that goes, and processes that hear nothing any more.
+# A pod of each kind that comes anew, nodes that go, and processes that hear nothing any more.
 # tests/cluster/test_operator_api.py has an API server that is away and an operator that takes over.
-ALWAYS = ("coordinator killed", "trainer killed", "node drained", "network cut")
+ALWAYS = ("coordinator killed", "trainer killed", "pool upgraded", "network cut")
 
 
 @pytest.mark.parametrize(

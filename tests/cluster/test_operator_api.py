@@ -6,9 +6,10 @@ import time
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import yaml
 from dovetail.kube import names
 from helpers.breakable import BreakableProxy
 from helpers.cluster import REPOSITORY, KubeCluster, wait_for
-from helpers.operator_process import OperatorProcess, established, install, kubeconfig, operator, preserving
+from helpers.operator_process import SYSTEM, OperatorProcess, established, install, kubeconfig, operator, preserving
 
 NAMESPACES = ["jobs-a", "jobs-b"]
 KINDS = (
@@ -204,10 +205,10 @@ def make_job(server: KubeCluster, uid: str, group: str, name: str = "demo", **po
 
 
 @contextmanager
-def a_running_pod(server: KubeCluster, uid: str, group: str = "train") -> Iterator[None]:
+def a_running_pod(server: KubeCluster, uid: str, group: str = "train", **pod_spec: Any) -> Iterator[None]:
     """Of job demo, as the operator sees it; nothing runs here. The Job is one of its JobSet's, and makes the pod."""
     where = ("-n", NAMESPACES[0])
-    make_job(server, uid, group)
+    make_job(server, uid, group, **pod_spec)
     words = ("pods", *where, "-l", f"batch.kubernetes.io/job-name=demo-{group}-0")
     found = wait_for("the pod", lambda: server.items(*words))[0]["metadata"]["name"]
     patch = json.dumps({"status": {"phase": "Running"}})
@@ -270,6 +271,85 @@ def test_a_rollout_whose_node_gets_a_notice_is_drained_and_comes_back(
         assert process.events("reconcile.failed") == []
         assert [event["node"] for event in process.events("node.notice")] == ["spot-1"]
         assert condition(server, "Degraded").get("status") != "True"
+
+
+def test_of_two_releases_for_all_namespaces_the_second_refuses_to_work(
+    server: KubeCluster, everywhere: Path, tmp_path: Path
+) -> None:
+    """They would undo each other's work for ever."""
+    other = "second-system"
+    install(server, [], name="second", system=other)
+    mine = {"DOVETAIL_NAMESPACE": other}
+    second = kubeconfig(server, tmp_path, "second-dovetail-operator", other)
+    try:
+        with operator(everywhere, tmp_path, "first", []) as first:
+            wait_for("leadership", first.leads)
+            with operator(second, tmp_path, "refused", [], **mine) as process:
+                assert process.process.wait(240) == 2
+                (refused,) = process.events("leader.refused")
+                assert f"the operator in namespace {SYSTEM} serves all namespaces" in refused["error"]
+                assert not process.events("leader.started")
+            assert first.leads()
+            assert not first.events("leader.lost")
+            first.stop()
+        with operator(second, tmp_path, "accepted", [], **mine) as process:
+            wait_for("leadership", process.leads)
+            process.stop()
+    finally:
+        server.kubectl("delete", "clusterrole,clusterrolebinding", "-l", "app.kubernetes.io/instance=second")
+
+
+def evict(server: KubeCluster, pod: str, node: str) -> None:
+    """As `kubectl drain` does."""
+    server.kubectl("cordon", node)
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": NAMESPACES[0]}}
+    path = f"/api/v1/namespaces/{NAMESPACES[0]}/pods/{pod}/eviction"
+    # The budget is lifted when the operator has seen that training stands.
+    words = ("create", "--raw", path, "-f", "-")
+    wait_for("the eviction", lambda: server.try_kubectl(*words, stdin=json.dumps(eviction)).returncode == 0)
+
+
+def run_out_of_memory(server: KubeCluster, pod: str, node: str) -> None:
+    """As a kubelet says it of a pod that it ended because its node has no memory left."""
+    ended = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
+    ended |= {"message": "The node was low on resource: memory.", "lastTransitionTime": "2030-01-01T00:00:00Z"}
+    status = {"phase": "Failed", "reason": "Evicted", "conditions": [ended]}
+    words = ("patch", "pod", pod, "-n", NAMESPACES[0], "--subresource=status", "--type=merge")
+    server.kubectl(*words, "-p", json.dumps({"status": status}))
+
+
+def test_who_took_a_pod_away_is_told(server: KubeCluster, everywhere: Path, tmp_path: Path) -> None:
+    faults: dict[str, tuple[Callable[[str, str], Any], str]] = {
+        "EvictionByEvictionAPI": (partial(evict, server), "which was cordoned by kubectl"),
+        "DeletionByTaintManager": (
+            lambda _, node: server.kubectl("taint", "node", node, "example.com/repair=:NoExecute"),
+            "which has the taint example.com/repair:NoExecute",
+        ),
+        "DeletionByPodGC": (lambda _, node: server.kubectl("delete", "node", node), "PodGC: node no longer exists"),
+        "TerminationByKubelet": (partial(run_out_of_memory, server), "low on resource: memory"),
+    }
+    where = ("-n", NAMESPACES[0])
+    with operator(everywhere, tmp_path, "disruptions", []) as process:
+        wait_for("leadership", process.leads)
+        submit(server, manifest())
+        uid = server.get("rlhfjob", "demo", *where)["metadata"]["uid"]
+        wait_for("the JobSet", lambda: owned(server, "jobset", uid))
+        for number, (reason, (fault, told)) in enumerate(faults.items()):
+            node = f"gpu-{number}"
+            ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+            server.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}, "status": ready})
+            with a_running_pod(server, uid, "train", nodeName=node):
+                words = ("pods", *where, "-l", "batch.kubernetes.io/job-name=demo-train-0")
+                pod = server.items(*words)[0]["metadata"]["name"]
+                fault(pod, node)
+                said = wait_for(
+                    reason, lambda reason=reason: (c := condition(server, "Disrupted")).get("reason") == reason and c
+                )
+                assert said["status"] == "True"
+                assert f"pod {pod} left node {node}" in said["message"]
+                assert told in said["message"]
+            server.kubectl("delete", "node", node, "--ignore-not-found")
+        assert process.events("reconcile.failed") == []
 
 
 def test_all_children_are_made_owned_and_corrected(server: KubeCluster, leader: OperatorProcess) -> None:

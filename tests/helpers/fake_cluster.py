@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import Any
@@ -19,7 +20,8 @@ from dovetail.kube.owners import controller
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import read_job
-from dovetail.operator.reconcile.children import Children, deleting, is_true, sizes
+from dovetail.operator.reconcile.children import Children, deleting, is_gone, is_true, sizes
+from dovetail.operator.reconcile.disruption import Disruption, disruption
 from dovetail.operator.reconcile.reconcile import PlanRefused, Reconciled, Seen, reconcile
 from dovetail.operator.reconcile.replan import Outlook, honoured, needs, resized, room
 from dovetail.operator.reconcile.rootcause import LostNode
@@ -31,6 +33,9 @@ from dovetail.protocol.process.process_names import CONTAINER
 START = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 JOBSET_LABEL = "jobset.sigs.k8s.io/replicatedjob-name"
 JOB_NAME = "batch.kubernetes.io/job-name"
+
+
+DRAINED = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "drained"}
 
 
 def plan_of(spec: RLHFJobSpec) -> Plan:
@@ -72,7 +77,9 @@ class FakeCluster:
         self.pools: Pools | None = None
         self.nodes_refused = False
         self.ending: dict[str, datetime] = {}
+        self.leaving: dict[str, str] = {}
         self.lost: dict[str, LostNode] = {}
+        self.disrupted: dict[str, Disruption] = {}
         self.gone = False
         self.made: list[str] = []
         self.queueing = False
@@ -88,8 +95,18 @@ class FakeCluster:
         outlook = Outlook()
         if not isinstance(planned, PlanRefused):
             outlook = self._outlook(*planned)
-        more: dict[str, Any] = {"outlook": outlook, "ending": self.ending, "lost": self.lost}
+        more: dict[str, Any] = {"outlook": outlook, "ending": self.ending, "leaving": self.leaving, "lost": self.lost}
+        more["disrupted"] = self._disruptions()
         return Seen(self.document, planned, children, self.reported, self.settings, self.mounts, **more)
+
+    def _disruptions(self) -> list[Disruption]:
+        """As the controller's."""
+        for pod in self.pods():
+            if (found := disruption(pod)) is not None:
+                known = self.disrupted.setdefault(pod["metadata"]["uid"], found)
+                source = known.source or self.leaving.get(known.node, "")
+                self.disrupted[pod["metadata"]["uid"]] = replace(known, source=source)
+        return list(self.disrupted.values())
 
     def _outlook(self, job: RLHFJob, plan: Plan) -> Outlook:
         """As the controller's, without waiting for the planner."""
@@ -115,6 +132,8 @@ class FakeCluster:
         for kind, name in result.delete:
             self.delete(kind, name)
         self.document["status"] = json.loads(result.status.model_dump_json(by_alias=True, exclude_none=True))
+        if self.condition("Disrupted").get("status") != "True":
+            self.disrupted.clear()
         self.gone = self.gone or result.expired
         return result
 
@@ -252,6 +271,9 @@ class FakeCluster:
     def _make_pod(self, name: str, job: dict[str, Any]) -> None:
         pod = f"{name}-{next(self._numbers)}"
         template = job["spec"]["template"]
+        taken = {p["metadata"]["labels"][names.INDEX_ANNOTATION] for p in self.pods(name) if not is_gone(p)}
+        index = next(str(i) for i in itertools.count() if str(i) not in taken)
+        labels = dict(template["metadata"]["labels"]) | {JOB_NAME: name, names.INDEX_ANNOTATION: index}
         self.objects["Pod", pod] = {
             "kind": "Pod",
             "metadata": {
@@ -259,7 +281,7 @@ class FakeCluster:
                 "namespace": "default",
                 "uid": pod,
                 "creationTimestamp": self.stamp(),
-                "labels": dict(template["metadata"]["labels"]) | {JOB_NAME: name},
+                "labels": labels,
                 "ownerReferences": [controlled("Job", job["metadata"]["uid"])],
             },
             "status": {"phase": "Pending", "conditions": []},
@@ -306,7 +328,7 @@ class FakeCluster:
         ended |= {"startedAt": started, "finishedAt": self.stamp()}
         pod["status"] = {
             "phase": "Failed" if code else "Succeeded",
-            "conditions": [{"type": "DisruptionTarget", "status": "True", "message": "drained"}] if disrupted else [],
+            "conditions": [DRAINED | {"lastTransitionTime": self.stamp()}] if disrupted else [],
             "containerStatuses": [{"name": CONTAINER, "state": {"terminated": ended}}],
         }
 

@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -45,6 +46,7 @@ from dovetail.operator.plan_worker import Planner
 from dovetail.operator.reconcile import progress, reasons
 from dovetail.operator.reconcile.children import Children, Object, is_true, managed_elsewhere, parse_time, sizes
 from dovetail.operator.reconcile.conditions import JobEvent, state, why_deleted
+from dovetail.operator.reconcile.disruption import Disruption, disruption
 from dovetail.operator.reconcile.drift import Drift
 from dovetail.operator.reconcile.history import JobHistory, history_config_map, last_row
 from dovetail.operator.reconcile.reconcile import (
@@ -111,6 +113,8 @@ class Controller:
         self._missing: set[str] = set()  # kinds that the API server does not have
         self._uids: dict[Key, str] = {}  # of the jobs that were looked at
         self._told: dict[Key, float] = {}  # when the first event came that was not acted on yet
+        # By uid, the pods of a job that the cluster ended. Kubernetes deletes them within seconds.
+        self._disrupted: dict[Key, dict[str, Disruption]] = {}
         self.store = ObjectCache()
         self.queue: WorkQueue[Key] = WorkQueue(time.monotonic)
         planner.done = self.queue.add
@@ -129,6 +133,8 @@ class Controller:
             log("object.unreadable", level="warning", object=f"{thing.get('kind')} {name}", error=said)
             return
         if key is not None:
+            if (found := disruption(thing)) is not None:
+                self._disrupted.setdefault(key, {}).setdefault(str(thing["metadata"]["uid"]), found)
             self._told.setdefault(key, time.monotonic())
             soon = deleted or thing["kind"] not in BUSY or _ended(thing)
             await self.queue.add(key, 0.0 if soon else GATHER_SECONDS)
@@ -248,10 +254,14 @@ class Controller:
             Seen(
                 *(document, planned, children, reported, self._settings, mounts, self._drift, outlook),
                 ending=self._notices.ending,
+                leaving=self._notices.leaving,
                 lost=self._notices.lost,
+                disrupted=self._disruptions(key),
             ),
             self._now(),
         )
+        if not any(c.type == "Disrupted" and c.status == "True" for c in result.status.conditions):
+            self._disrupted.pop(key, None)
         for kind, name in result.release:
             self.store.put({"kind": kind, **await self._client.release(kind, children.objects[kind, name])})
             log("object.released", job="/".join(key), object=f"{kind}/{name}", reason="spec.storage.retain is Keep")
@@ -288,9 +298,18 @@ class Controller:
     def _forget(self, key: Key) -> None:
         """Keep nothing of a job that is gone or over. Its manifest and plan may take megabytes."""
         self._planner.forget(key)
+        self._disrupted.pop(key, None)
         if (uid := self._uids.pop(key, None)) is not None:
             self._drift.forget(uid)
             self._tokens.forget(uid)
+
+    def _disruptions(self, key: Key) -> list[Disruption]:
+        """The pods that the job lost. Who takes a node is kept, because the node may be gone before the pods are
+        back."""
+        found = self._disrupted.get(key, {})
+        for uid, each in found.items():
+            found[uid] = replace(each, source=each.source or self._notices.leaving.get(each.node, ""))
+        return list(found.values())
 
     def _outlook(self, key: Key, uid: str, planned: tuple[RLHFJob, Plan] | PlanRefused, children: Children) -> Outlook:
         """The number of rollouts for which the nodes have room, and the plan for that number once it is made."""
@@ -368,6 +387,9 @@ class Controller:
                     log("object.created", job=job, object=name, reason="the job needs it")
                 elif there["metadata"].get("resourceVersion") != reply["metadata"]["resourceVersion"]:
                     log("object.changed", job=job, object=name, reason="it is not as the manifest says")
+                    if self._drift.corrected(reply, self._now()):
+                        told = "others change it again and again, so it is corrected more and more seldom"
+                        log("object.contested", level="warning", job=job, object=name, reason=told)
                 else:
                     self._drift.settle(thing, reply)
                     log("object.differs", level="warning", job=job, object=name, reason="others have added to it")

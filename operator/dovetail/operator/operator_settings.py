@@ -25,14 +25,15 @@ class OperatorSettings:
     `pod_template` is a strategic merge patch of every pod, applied before the group's own. Empty `namespaces` means
     all. `volume_*` describe the claim of a job whose manifest names none. An empty class means the cluster's default.
     Times are in seconds, and sizes are Kubernetes quantities. If `nodes_seconds` is 0, nodes are not looked at. Every
-    `conflict_seconds` a job looks whether a name that it needs is free. `gpu_products` are GPUs that the administrator
-    describes. `metrics_from` has the NetworkPolicyPeers that may scrape jobs. If it is empty, nobody may. `egress` has
-    the NetworkPolicyEgressRules for connections of jobs' pods to others. If it is None, they may connect to anything.
-    `pod_user` is the number of the user and group of jobs' pods. If it is 0, the platform chooses. `notice_taints` are
-    more taints of nodes that will end soon, besides those of `render/spot.py`. `gang` is the scheduler that starts a
-    job's pods together (`render/gang.py`). If it is empty, pods start one by one, except in jobs in Kueue's queues.
-    `start_timeout_seconds` is for jobs that name none. If it is 0, they wait for ever. `multi_kueue` says whether to
-    make the Workloads of jobs that MultiKueue sends to other clusters."""
+    `conflict_seconds` a job looks whether a name that it needs is free. A pod that has found no node for
+    `stranded_seconds` is not waited for: drains go on, and a gang that lacks it is queued again. `gpu_products` are
+    GPUs that the administrator describes. `metrics_from` has the NetworkPolicyPeers that may scrape jobs. If it is
+    empty, nobody may. `egress` has the NetworkPolicyEgressRules for connections of jobs' pods to others. If it is None,
+    they may connect to anything. `pod_user` is the number of the user and group of jobs' pods. If it is 0, the platform
+    chooses. `notice_taints` are more taints of nodes that will end soon, besides those of `render/spot.py`. `gang` is
+    the scheduler that starts a job's pods together (`render/gang.py`). If it is empty, pods start one by one, except in
+    jobs in Kueue's queues. `start_timeout_seconds` is for jobs that name none. If it is 0, they wait for ever.
+    `multi_kueue` says whether to make the Workloads of jobs that MultiKueue sends to other clusters."""
 
     namespace: str = "dovetail-system"
     namespaces: tuple[str, ...] = ()
@@ -54,6 +55,7 @@ class OperatorSettings:
     progress_seconds: float = 5.0
     nodes_seconds: float = 60.0
     conflict_seconds: float = 15.0
+    stranded_seconds: float = 300.0
     health_port: int = 8080
     gpu_products: dict[str, GPU] = field(default_factory=dict)
     metrics_from: list[dict[str, Any]] = field(default_factory=list)

@@ -10,7 +10,9 @@ from pydantic.alias_generators import to_camel
 
 from dovetail.manifest.base import Model
 
-ConditionType = Literal["Planned", "Suspended", "Scheduled", "Running", "Degraded", "Healthy", "Completed", "Failed"]
+ConditionType = Literal[
+    "Planned", "Suspended", "Scheduled", "Running", "Degraded", "Disrupted", "Healthy", "Completed", "Failed"
+]
 
 
 class Observed(Model):

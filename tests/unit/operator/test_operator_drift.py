@@ -1,6 +1,7 @@
 """What spares the operator from rendering a job anew with every event, and what makes it look again."""
 
 import copy
+from datetime import timedelta
 
 import pytest
 
@@ -28,10 +29,12 @@ class Watched:
         self.planned = job, make_plan(job.spec)
         self.settings, self.drift = OperatorSettings(), Drift()
 
-    def look(self):
+    def result(self, now):
         children = Children(copy.deepcopy(self.objects))
-        result = reconcile(Seen(self.document, self.planned, children, None, self.settings, {}, self.drift), START)
-        return [(thing["kind"], thing["metadata"]["name"]) for thing in result.apply]
+        return reconcile(Seen(self.document, self.planned, children, None, self.settings, {}, self.drift), now)
+
+    def look(self, now=START):
+        return [(thing["kind"], thing["metadata"]["name"]) for thing in self.result(now).apply]
 
     def change(self, kind, version):
         """Somebody edits the object of this kind."""
@@ -117,3 +120,23 @@ def test_other_settings_or_another_plan_are_looked_at_afresh(rendered):
     job.planned = job.planned[0], job.planned[1].model_copy()
     job.look()
     assert len(rendered) == 3
+
+
+def test_a_quarrel_about_an_object_slows_down_and_is_forgotten():
+    """Another program that changes the same object would else cost a write of each a second, for ever."""
+    job, waits, now = Watched(), [], START
+    service = job.objects["Service", "demo-coordinator"]
+    service["spec"]["clusterIP"] = "10.0.0.1"  # the other one's wish, which is back at once
+    while len(waits) < 12:
+        result = job.result(now)
+        wait = timedelta(seconds=1.0 if result.apply else result.requeue)
+        if result.apply:
+            job.drift.corrected(service, now)
+            waits.append(timedelta())
+        waits[-1] += wait
+        now += wait
+    assert [wait.total_seconds() for wait in waits] == [1, 1, 8, 16, 32, 64, 128, 256, 512, 600, 600, 1]
+    now += timedelta(hours=1)
+    for _ in range(2):
+        assert job.look(now) == [("Service", "demo-coordinator")], "an edit now and then is no quarrel"
+        job.drift.corrected(service, now)

@@ -80,7 +80,7 @@ def test_a_notice_that_is_taken_back_and_a_node_that_is_gone_are_forgotten(notic
     see(found, node("b", ITN), deleted=True)
     assert not found.ending
     see(found, node("a", ITN))
-    assert told == [{"a"}, {"a", "b"}, {"a"}]
+    assert told == [{"a"}, {"a", "b"}, {"b"}, set(), {"a"}]
 
 
 def test_a_list_tells_what_a_broken_watch_missed(notices):
@@ -119,3 +119,27 @@ def test_nodes_that_are_lost_or_back_are_told_once(notices):
 
 def test_an_administrator_names_more_taints():
     assert OperatorSettings.read({"DOVETAIL_NOTICE_TAINTS": "a/b, c"}).notice_taints == ("a/b", "c")
+
+
+def test_who_takes_a_node_is_told_as_long_as_it_does(notices):
+    found, told = notices
+    cordoned = node("a")
+    cordoned["spec"]["unschedulable"] = True
+    cordoned["metadata"]["managedFields"] = [
+        {"manager": "kubelet", "fieldsV1": {"f:status": {}}},
+        {"manager": "kubectl", "fieldsV1": {"f:spec": {"f:unschedulable": {}}}},
+    ]
+    banned = node("b")
+    banned["spec"]["taints"] = [{"key": "example.com/repair", "effect": "NoExecute"}]
+    see(found, cordoned, banned, node("c", ITN), node("d", "nvidia.com/gpu"))
+    assert dict(found.leaving) == {
+        "a": "was cordoned by kubectl",
+        "b": "has the taint example.com/repair:NoExecute",
+        "c": f"has the taint {ITN}:NoSchedule",
+    }
+    assert len(told) == 3
+    see(found, node("a"))
+    see(found, banned, deleted=True)
+    assert set(found.leaving) == {"c"}
+    asyncio.run(found.relist(NODE, None))
+    assert not found.leaving

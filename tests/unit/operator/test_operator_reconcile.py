@@ -432,6 +432,121 @@ def test_a_drain_of_two_trainers_ends(role):
     assert cluster.look().apply == []
 
 
+def test_a_disrupted_job_names_the_pod_the_node_and_who_drains_it():
+    groups = [{"name": "train", "roles": ["trainer"], "replicas": 2}, {"name": "gen", "roles": ["rollout"]}]
+    cluster = running(groups=groups)
+    assert cluster.condition("Disrupted") == {}, "nothing to tell of a job that was never disturbed"
+    pod = on_node(cluster, "train", "node-1")
+    cluster.leaving = {"node-1": "was cordoned by kubectl"}
+    cluster.end(pod, 143, disrupted=True)
+    events = cluster.reconcile().events
+    told = cluster.condition("Disrupted")
+    assert (told["status"], told["reason"]) == ("True", "EvictionByEvictionAPI")
+    assert (
+        f"pod {pod['metadata']['name']} of group train left node node-1, which was cordoned by kubectl"
+        in told["message"]
+    )
+    assert told["message"].endswith("training stops until they are back")
+    assert [event.message for event in events if event.reason == told["reason"]] == [told["message"]]
+    cluster.remove("Pod", pod["metadata"]["name"])
+    cluster.leaving = {}
+    cluster.step()
+    cluster.reconcile()
+    assert cluster.condition("Disrupted") == told, "the pod and its node may be gone before its successor is there"
+    cluster.settle()
+    assert cluster.condition("Disrupted")["status"] == "False"
+
+
+def test_an_old_disruption_is_not_told_of_another_pods_failure():
+    cluster = running()
+    cluster.end(cluster.pod("rollout"), 143, disrupted=True, ran=600)
+    cluster.settle()
+    assert cluster.condition("Disrupted")["status"] == "False"
+    cluster.end(cluster.pod("trainer"), 1)
+    cluster.reconcile()
+    assert cluster.condition("Degraded")["reason"] == "TrainerFailed"
+    assert cluster.condition("Disrupted")["status"] == "False"
+
+
+def budget(cluster):
+    return cluster.objects["PodDisruptionBudget", "demo"]["spec"]["minAvailable"]
+
+
+def wait_in_vain(cluster, pod, seconds):
+    """The pod is evicted, and its successor finds no node for so long."""
+    cluster.end(pod, 143, disrupted=True)
+    for _ in range(3):
+        cluster.reconcile()
+        cluster.step()
+    (waiting,) = (p for p in cluster.pods() if p["status"]["phase"] == "Pending")
+    cluster.unschedulable(waiting)
+    cluster.pass_time(seconds)
+    return cluster.reconcile()
+
+
+def test_drains_of_all_nodes_in_turn_end():
+    """All nodes of the job are cordoned first, so no pod finds another node, and none is waited for."""
+    cluster = running()
+    pods = [p for p in cluster.pods() if names.SURPLUS_LABEL not in p["metadata"]["labels"]]
+    for number, pod in enumerate(cluster.pods()):
+        pod["spec"] = {"nodeName": f"node-{number}"}
+    cluster.leaving = {f"node-{number}": "was cordoned by kubectl" for number in range(len(pods))}
+    cluster.reconcile()
+    assert budget(cluster) > 0, "a node is left"
+    cluster.leaving = {f"node-{number}": "was cordoned by kubectl" for number in range(len(cluster.pods()))}
+    cluster.reconcile()
+    assert budget(cluster) == 0
+    cluster.leaving = {}
+    cluster.reconcile()
+    assert budget(cluster) > 0
+
+
+@pytest.mark.parametrize(("seconds", "lifted"), [(60, False), (301, True)])
+def test_a_rollout_that_finds_no_node_holds_no_other_drain_up_for_ever(seconds, lifted):
+    cluster = running(groups=TWO_ROLLOUTS)
+    wait_in_vain(cluster, cluster.pod("rollout"), seconds)
+    assert (budget(cluster) == 0) is lifted
+    assert cluster.condition("Disrupted")["message"].endswith("the job goes on without them")
+    cluster.settle()
+    assert budget(cluster) > 0
+
+
+TWO_ROLLOUTS = [{"name": "train", "roles": ["trainer"]}, {"name": "gen", "roles": ["rollout"], "replicas": 2}]
+
+
+@pytest.mark.parametrize(
+    ("role", "queue", "gang", "seconds", "requeued"),
+    [
+        ("trainer", "team", "", 301, True),
+        ("coordinator", "team", "", 301, True),
+        ("trainer", "", "Volcano", 301, True),
+        ("trainer", "team", "", 60, False),
+        ("rollout", "team", "", 301, False),
+        ("trainer", "", "", 301, False),
+    ],
+)
+def test_a_broken_gang_gives_its_gpus_back_and_waits_again(role, queue, gang, seconds, requeued):
+    cluster = a_cluster(groups=TWO_ROLLOUTS)
+    cluster.settings = replace(cluster.settings, gang=gang)
+    cluster.document["metadata"]["labels"] = {names.QUEUE_LABEL: queue} if queue else {}
+    cluster.settle()
+    result = wait_in_vain(cluster, cluster.pod(role), seconds)
+    assert (("JobSet", "demo") in result.delete) is requeued
+    if requeued:
+        told = cluster.condition("Disrupted")
+        assert (told["status"], told["reason"]) == ("False", "Requeued")
+        assert "cannot be scheduled" in told["message"]
+        cluster.queueing = bool(queue)
+        for _ in range(3):
+            cluster.step()
+            cluster.reconcile()
+        if queue:
+            assert cluster.condition("Suspended")["reason"] == "WaitingForQuota"
+            assert not [pod for pod in cluster.pods() if pod["status"]["phase"] == "Running"]
+        cluster.pass_time(400)
+        assert cluster.look().delete == [], "once: it waits like a job that has not started"
+
+
 def test_nothing_is_made_after_the_end():
     cluster = running(failurePolicy=restarting(0))
     cluster.end(cluster.pod("trainer"), 1, "died")

@@ -1,24 +1,26 @@
-"""Watches all nodes, for taints that say that a node will end soon and for nodes that are not ready. A list from time
-to time would be too slow, because the notice may come only 30 s before the end."""
+"""Watches all nodes, for taints that say that a node will end soon, for nodes that are drained and for nodes that are
+not ready. A list from time to time would be too slow, because the notice may come only 30 s before the end."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
 from datetime import datetime
 from types import MappingProxyType
+from typing import Any
 
 from dovetail.kube.resources import NODE, Resource
 from dovetail.operator.cluster.child_watch import follow
 from dovetail.operator.cluster.client import Client, Object
 from dovetail.operator.log import log
 from dovetail.operator.reconcile.children import parse_time
+from dovetail.operator.reconcile.disruption import source
 from dovetail.operator.reconcile.rootcause import LostNode, lost_node
 
 
 class Notices:
-    """The nodes that will end soon or are not ready. `taints` has the keys of taints that announce the end of a node.
-    `changed` is called when a node is announced, is lost, or is back. `now` returns the time of day, which is used for
-    a node whose record lacks the time of its taints."""
+    """The nodes that will end soon, lose their pods or are not ready. `taints` has the keys of taints that announce the
+    end of a node. `changed` is called when a node is announced, cordoned or lost, or is back. `now` returns the time of
+    day, which is used for a node whose record lacks the time of its taints."""
 
     def __init__(
         self,
@@ -34,6 +36,9 @@ class Notices:
         self._ending: dict[str, datetime] = {}
         # The time of the notice, by node.
         self.ending = MappingProxyType(self._ending)
+        self._leaving: dict[str, str] = {}
+        # Who takes the node, by node whose pods leave (`disruption.source`).
+        self.leaving = MappingProxyType(self._leaving)
         self._lost: dict[str, LostNode] = {}
         # The problem, by node that is not ready.
         self.lost = MappingProxyType(self._lost)
@@ -50,15 +55,16 @@ class Notices:
             for node in page.items:
                 seen.add(node["metadata"]["name"])
                 await self.observe(node, deleted=False)
-        for gone in self._ending.keys() - seen:
-            del self._ending[gone]
-        for gone in self._lost.keys() - seen:
-            del self._lost[gone]
+        known: tuple[dict[str, Any], ...] = (self._ending, self._leaving, self._lost)
+        for nodes in known:
+            for gone in nodes.keys() - seen:
+                del nodes[gone]
         return version
 
     async def observe(self, thing: Object, deleted: bool) -> None:
         """Take one node."""
         name = thing["metadata"]["name"]
+        news = False
         keys = {taint.get("key") for taint in (thing.get("spec") or {}).get("taints") or ()}
         found = sorted(keys & self._taints)
         if deleted or not found:
@@ -67,7 +73,15 @@ class Notices:
         elif name not in self._ending:
             self._ending[name] = _tainted(thing) or self._now()
             log("node.notice", level="warning", node=name, taints=found)
-            await self._changed()
+            news = True
+        leaving = "" if deleted else source(thing, self._taints)
+        if leaving != (told := self._leaving.get(name, "")):
+            self._leaving |= {name: leaving}
+            if not leaving:
+                del self._leaving[name]
+            elif not told and not found:
+                log("node.leaving", level="warning", node=name, problem=leaving)
+            news = True
         lost = None if deleted else lost_node(thing)
         if lost != (before := self._lost.get(name)):
             if lost is None:
@@ -76,8 +90,9 @@ class Notices:
             else:
                 self._lost[name] = lost
                 log("node.lost", level="warning", node=name, problem=lost.told)
-            if (lost is None) != (before is None):
-                await self._changed()
+            news = news or (lost is None) != (before is None)
+        if news:
+            await self._changed()
 
 
 def _tainted(node: Object) -> datetime | None:

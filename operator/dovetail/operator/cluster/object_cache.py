@@ -18,7 +18,7 @@ from dovetail.operator.reconcile.children import Children, Object, Ref, is_true,
 Key = tuple[str, str]  # namespace and name of an RLHFJob
 # The fields that are read of the most numerous objects of a job. JobSet repeats its labels as annotations, too.
 _METADATA = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
-_LABELS = ("dovetail.dev/", names.KUEUE, names.JOB_NAME_LABEL)
+_LABELS = ("dovetail.dev/", names.KUEUE, names.JOB_NAME_LABEL, names.INDEX_ANNOTATION)
 _STATUS = {
     POD.kind: ("phase", "podIP", "reason", "message", "conditions", "containerStatuses"),
     JOB.kind: ("failed", "conditions"),

@@ -16,6 +16,7 @@ ORDER: tuple[ConditionType, ...] = (
     "Scheduled",
     "Running",
     "Degraded",
+    "Disrupted",
     "Healthy",
     "Completed",
     "Failed",

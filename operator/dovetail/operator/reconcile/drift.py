@@ -1,5 +1,5 @@
 """Remembers which small objects of a job were found correct. Without this, every event of a pod would render and
-compare them again."""
+compare them again. It also remembers which objects were corrected, so that a quarrel about one slows down."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -24,6 +25,10 @@ from dovetail.protocol.plan import Plan
 
 KINDS = frozenset(SUPPORTING)
 REMEMBERED = 10_000
+# An object that others change again and again is corrected at once this many times. After that, each pause is twice as
+# long as the last one.
+AT_ONCE = 3
+LONGEST_PAUSE = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Look:
     room: Mapping[str, int]
     sizes: Mapping[str, int]
     started: bool
-    whole: bool
+    protected: bool
     pods: frozenset[str]
     versions: Mapping[str, int]
 
@@ -48,7 +53,7 @@ class Look:
             self.renders_as(other)
             and self.sizes == other.sizes
             and self.started == other.started
-            and self.whole == other.whole
+            and self.protected == other.protected
             and self.pods == other.pods
             and self.versions == other.versions
         )
@@ -73,6 +78,8 @@ class Drift:
 
     _seen: dict[str, tuple[Look, frozenset[str], bool]] = field(default_factory=dict)
     _settled: dict[str, tuple[str, str]] = field(default_factory=dict)  # version and digest, by the object's uid
+    # How often an object was corrected in a row, and when it was last, by its uid.
+    _corrected: dict[str, tuple[int, datetime]] = field(default_factory=dict)
 
     def settle(self, wanted: Mapping[str, Any], there: Mapping[str, Any]) -> None:
         """Remember that applying `wanted` to `there` changed nothing. Others may add items to some lists, such as the
@@ -86,6 +93,23 @@ class Drift:
         known = self._settled.get(str(there["metadata"].get("uid")))
         version = there["metadata"].get("resourceVersion")
         return known is not None and known[0] == version and known[1] == digest(wanted)
+
+    def corrected(self, there: Mapping[str, Any], now: datetime) -> bool:
+        """Remember that the object was corrected. Returns whether others change it again and again."""
+        times, last = self._corrected.pop(str(there["metadata"]["uid"]), (0, now))
+        while len(self._corrected) >= REMEMBERED:
+            self._corrected.pop(next(iter(self._corrected)))
+        times = times + 1 if now - last <= 2 * LONGEST_PAUSE else 1
+        self._corrected[str(there["metadata"]["uid"])] = times, now
+        return times >= AT_ONCE
+
+    def pause(self, there: Mapping[str, Any], now: datetime) -> float:
+        """The seconds until the object may be corrected again."""
+        times, last = self._corrected.get(str(there["metadata"].get("uid")), (0, now))
+        if times < AT_ONCE:
+            return 0.0
+        pause = min(LONGEST_PAUSE, timedelta(seconds=2.0 ** min(times, 16)))
+        return max(0.0, (last + pause - now).total_seconds())
 
     def forget(self, uid: str) -> None:
         """Keep nothing of a job that is gone."""
@@ -101,7 +125,7 @@ class Drift:
             return None
         if before.started and not look.started:
             kinds -= {CONFIG_MAP.kind}  # that of a running job is never changed
-        if (before.sizes, before.whole) != (look.sizes, look.whole):
+        if (before.sizes, before.protected) != (look.sizes, look.protected):
             kinds -= {DISRUPTION_BUDGET.kind}
         if before.pods != look.pods:
             kinds -= {NETWORK_POLICY.kind}
@@ -115,9 +139,9 @@ class Drift:
         self._seen[look.uid] = look, frozenset(fine), all_fine
 
 
-def look_at(context: RenderContext, children: Children, started: bool, whole: bool, pods: Iterable[Object]) -> Look:
-    """The inputs of the comparison now. `started` says that the job has a JobSet, and `whole` that its coordinator and
-    all its trainers run. `pods` has those that nodes run."""
+def look_at(context: RenderContext, children: Children, started: bool, protected: bool, pods: Iterable[Object]) -> Look:
+    """The inputs of the comparison now. `started` says that the job has a JobSet, and `protected` that its
+    pods are evicted one at a time. `pods` has those that nodes run."""
     versions: dict[str, int] = {}
     for (kind, name), thing in sorted(children.objects.items(), key=lambda item: item[0]):
         if kind in KINDS:
@@ -135,7 +159,7 @@ def look_at(context: RenderContext, children: Children, started: bool, whole: bo
         room=context.room,
         sizes=context.sizes,
         started=started,
-        whole=whole,
+        protected=protected,
         pods=frozenset(str(pod["metadata"]["uid"]) for pod in pods),
         versions=versions,
     )

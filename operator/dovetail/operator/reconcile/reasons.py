@@ -36,6 +36,7 @@ APPLY_FAILED = "ObjectRejected"
 KIND_MISSING = "KindMissing"
 NAME_CONFLICT = "NameConflict"
 STARTED_ANEW = "StartedAnew"
+REQUEUED = "Requeued"
 WORKLOAD_ENDED = "WorkloadEnded"
 
 # Events about pods

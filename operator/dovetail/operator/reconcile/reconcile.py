@@ -6,7 +6,7 @@ one is that the job is over."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -37,6 +37,7 @@ from dovetail.operator.reconcile.children import (
     sizes,
 )
 from dovetail.operator.reconcile.conditions import Conditions, JobEvent
+from dovetail.operator.reconcile.disruption import Disruption, slot
 from dovetail.operator.reconcile.drift import Drift, look_at
 from dovetail.operator.reconcile.plans import publish
 from dovetail.operator.reconcile.replan import Outlook
@@ -62,6 +63,7 @@ RESTART_WINDOW = timedelta(hours=1)
 SENT_SECONDS = 60.0
 # The reasons why pods have no nodes, or do not exist.
 HOLDS_PODS = {reasons.UNSCHEDULABLE, reasons.CLAIM_MISSING, reasons.PODS_REFUSED, reasons.NAME_CONFLICT}
+MOST_TOLD = 4  # pods that the condition Disrupted names
 # A rollout that worked this long was not broken from the start.
 STEADY = timedelta(minutes=1)
 
@@ -79,8 +81,9 @@ class Seen:
     """The known facts about one job. `document` is the RLHFJob as the API server has it. `planned` is the result of
     reading and planning it. `children` has the objects that the job controls. `reported` is the coordinator's own
     status, if it answered. `mounts` has messages about volumes that pods wait for, by uid. `drift` is a memory that
-    saves work and changes no answer. `outlook` is the room on the nodes. `ending` has the nodes that will end soon,
-    with the time at which that was noticed. `lost` has the nodes that are not ready."""
+    saves work, and slows quarrels with others down. `outlook` is the room on the nodes. `ending` has the nodes that
+    will end soon, with the time at which that was noticed. `leaving` has the nodes that lose their pods, and who takes
+    them. `lost` has the nodes that are not ready. `disrupted` has the pods that the cluster ended."""
 
     document: Object
     planned: tuple[RLHFJob, Plan] | PlanRefused
@@ -91,7 +94,9 @@ class Seen:
     drift: Drift = field(default_factory=Drift)
     outlook: Outlook = field(default_factory=Outlook)
     ending: Mapping[str, datetime] = field(default_factory=dict)
+    leaving: Mapping[str, str] = field(default_factory=dict)
     lost: Mapping[str, rootcause.LostNode] = field(default_factory=dict)
+    disrupted: Sequence[Disruption] = ()
 
 
 @dataclass(frozen=True)
@@ -214,6 +219,8 @@ class _Reconciler:
             return self._queued(apply)
         self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
         self._say_running()
+        if (hopeless := self._waits_in_vain()) is not None:
+            return self._requeued(apply, hopeless)
         more, less = self._surplus()
         return self._result(apply=apply + more, delete=[*less, *self._leaving(), *self._anew()], token=True)
 
@@ -246,6 +253,7 @@ class _Reconciler:
     def _end(self, kind: Any, reason: str, message: str) -> None:
         self._conditions.set(kind, True, reason, message)
         self._conditions.set("Running", False, reasons.FINISHED)
+        self._undisturbed()
         none = [group.model_copy(update={"ready": 0}) for group in self._groups()]
         ended = {"completion_time": self._now.replace(microsecond=0), "groups": none}
         self._status = self._status.model_copy(update=ended)
@@ -277,6 +285,22 @@ class _Reconciler:
             self._say_stopped(reasons.STOPPED, why)
         return self._result(apply=apply, delete=self._surplus_gone(), token=True)
 
+    def _waits_in_vain(self) -> Object | None:
+        """The trainer or coordinator that was disrupted and finds no node, if the rest of the job holds GPUs that
+        others wait for. Without a queue or a gang scheduler the job would take them again at once."""
+        together = self._context.queueing() or self._context.settings.gang
+        if not together or not self._conditions.is_true("Disrupted") or _was_sent(self._seen.document):
+            return None
+        return next((pod for pod in self._stranded() if label(pod, names.GROUP_LABEL) not in self._rollouts()), None)
+
+    def _requeued(self, apply: list[Object], pod: Object) -> Reconciled:
+        """End the pods that are left, so that the job waits as a whole, as it did before its start."""
+        held = rootcause.cause(pod, self._seen.mounts)
+        why = f"training cannot go on: {held.sentence if held else pod['metadata']['name']}; the job waits again"
+        self._conditions.set("Disrupted", False, reasons.REQUEUED, why)
+        self._say_stopped(reasons.CREATING, why)
+        return self._result(apply=apply, delete=[*self._surplus_gone(), (JOBSET.kind, self._context.name)])
+
     def _look_again_in_queue(self) -> float:
         """The seconds until the operator asks again why the job waits for its quota. It may wait for days."""
         was = next((c for c in self._old.conditions if c.type == "Suspended" and c.status == "True"), None)
@@ -287,6 +311,7 @@ class _Reconciler:
         for kind in ("Scheduled", "Running"):
             self._conditions.set(kind, False, reason, message)  # type: ignore[arg-type]
         self._conditions.set("Degraded", False, reasons.AS_EXPECTED)
+        self._undisturbed()
         self._conditions.set("Completed", False, reasons.IN_PROGRESS)
         # The deadline counts the time since the job last started, as a batch/v1 Job's does.
         self._status = self._status.model_copy(update={"start_time": None, "groups": self._groups()})
@@ -319,6 +344,7 @@ class _Reconciler:
         else:
             message = "; ".join(filter(None, (f"{ready} of {expected} pods are ready", told, doing)))
             self._conditions.set("Running", False, cause.reason if cause else reasons.STARTING, message)
+        self._say_disrupted(ready >= expected)
         if any(rootcause.creating(p) for p in pods) or rootcause.lacking(self._children):
             self._requeue.append(rootcause.LOOK_SECONDS)
         elif rootcause.stuck(self._children):
@@ -332,6 +358,27 @@ class _Reconciler:
             self._conditions.set("Degraded", False, reasons.AS_EXPECTED)
         self._conditions.set("Completed", False, reasons.IN_PROGRESS)
         self._status = self._status.model_copy(update={"groups": self._groups()})
+
+    def _say_disrupted(self, whole: bool) -> None:
+        """Set the condition Disrupted from the pods that the cluster ended and that have no successor yet. It stays
+        until all pods are ready again."""
+        if whole:
+            self._undisturbed()
+            return
+        back = {slot(pod) for pod in self._pods if is_ready(pod)}
+        lost = sorted((each for each in self._seen.disrupted if each.slot not in back), key=lambda each: each.at)
+        if not lost:
+            return
+        told = [each.sentence() for each in lost[:MOST_TOLD]]
+        told += [f"{len(lost) - MOST_TOLD} more pods left"] if len(lost) > MOST_TOLD else []
+        stops = any(each.group not in self._rollouts() for each in lost)
+        told.append("training stops until they are back" if stops else "the job goes on without them")
+        self._conditions.set("Disrupted", True, lost[-1].reason, "; ".join(told))
+
+    def _undisturbed(self) -> None:
+        """A job that was never disrupted has no such condition."""
+        if self._conditions.is_true("Disrupted"):
+            self._conditions.set("Disrupted", False, reasons.AS_EXPECTED)
 
     def _other_images(self) -> str:
         """The images that the JobSet would have if it were made now, if they differ. The chart's values may have been
@@ -423,25 +470,45 @@ class _Reconciler:
         that, each new pod would change them again."""
         found: list[Object] = []
         pods = [p for p in self._children.of(POD.kind) if p.get("status", {}).get("phase") in ("Running", "Unknown")]
-        whole = self._whole(pods)
-        look = look_at(self._context, self._children, started := self._jobset is not None, whole, pods)
+        protected = self._protected(pods)
+        look = look_at(self._context, self._children, started := self._jobset is not None, protected, pods)
         if (fine := self._seen.drift.fine(look)) is None:
             return found
+        contested = False
         for thing in supporting_objects(self._context, but=fine):
             if (kind := thing["kind"]) == NETWORK_POLICY.kind:
                 thing = while_pods_live(thing, pods)
-            if kind == DISRUPTION_BUDGET.kind and not whole:
+            if kind == DISRUPTION_BUDGET.kind and not protected:
                 thing = lifted(thing)
             there = self._children.get(kind, thing["metadata"]["name"])
             fixed = kind == VOLUME_CLAIM.kind or (kind == CONFIG_MAP.kind and started)
             if there is None:
                 found += [thing] if pods or kind not in WITH_PODS else []
             elif not fixed and not matches(thing, there) and not self._seen.drift.settled(thing, there):
-                found.append(thing)
+                if (pause := self._seen.drift.pause(there, self._now)) > 0:
+                    self._requeue.append(pause)
+                    contested = True
+                else:
+                    found.append(thing)
             else:
                 fine.add(kind)
-        self._seen.drift.found(look, fine, all_fine=not found)
+        self._seen.drift.found(look, fine, all_fine=not (found or contested))
         return found
+
+    def _protected(self, pods: list[Object]) -> bool:
+        """Whether drains take the job's pods one at a time. Nothing is left to protect if training stands, or if all
+        nodes of the job are drained. A pod that finds no node would hold up the drains of other nodes for ever. `pods`
+        has those that nodes run."""
+        nodes = {str(pod.get("spec", {}).get("nodeName")) for pod in live(pods)}
+        return self._whole(pods) and not nodes <= self._seen.leaving.keys() and not self._stranded()
+
+    def _stranded(self) -> list[Object]:
+        """The pods that have waited for a node for longer than a new node takes to come."""
+        latest = self._now - timedelta(seconds=self._context.settings.stranded_seconds)
+        found = [pod for pod in live(self._pods) if rootcause.unscheduled(pod)]
+        return [
+            pod for pod in found if (made := parse_time(pod["metadata"].get("creationTimestamp"))) and made <= latest
+        ]
 
     def _whole(self, pods: list[Object]) -> bool:
         """Whether the coordinator and all trainers run or are done. `pods` has those that nodes run. Trainers are done

@@ -145,8 +145,8 @@ def network_policy(context: RenderContext) -> Object:
 
 
 def lifted(budget: Object) -> Object:
-    """The budget of a job that has lost a trainer or its coordinator. Training has stopped then, so nothing is left to
-    protect. A drain of a node with two trainers would wait for ever, because the first one gets no other node."""
+    """The budget of a job whose pods may all be evicted. A drain of a node with two trainers would wait for ever
+    otherwise, because the first one gets no other node."""
     return budget | {"spec": budget["spec"] | {"minAvailable": 0}}
 
 

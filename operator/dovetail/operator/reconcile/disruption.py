@@ -1,0 +1,81 @@
+"""Pods that the cluster ended: by a drain, a taint, the end of their node, pressure on it, or a preemption."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from dovetail.kube import names
+from dovetail.kube.resources import POD
+from dovetail.operator.reconcile import reasons
+from dovetail.operator.reconcile.children import Object, condition, label
+from dovetail.operator.reconcile.queueing import LONGEST_MESSAGE
+
+Slot = tuple[str, str]  # a pod's Job, and its index there
+CORDON = ("f:spec", "f:unschedulable")
+_WORD = re.compile(r"[A-Za-z][A-Za-z0-9]{0,62}")
+
+
+@dataclass(frozen=True)
+class Disruption:
+    """A pod that the cluster ended. `reason` is that of the pod's condition DisruptionTarget, such as
+    EvictionByEvictionAPI. `source` says who takes the node, as words that follow its name. It is empty if nobody is
+    known to. `at` is a Kubernetes timestamp."""
+
+    pod: str
+    slot: Slot
+    group: str
+    node: str
+    reason: str
+    message: str
+    at: str
+    source: str = ""
+
+    def sentence(self) -> str:
+        who = f"pod {self.pod}" + (f" of group {self.group}" if self.group else "")
+        where = f"node {self.node}" + (f", which {self.source}" if self.source else "")
+        return f"{who} left {where}: {self.message or self.reason}"
+
+
+def disruption(thing: Object) -> Disruption | None:
+    """What ended this object. None if it is no pod, if nothing did, or if it is a surplus rollout, which comes and
+    goes."""
+    told = condition(thing, "DisruptionTarget") if thing["kind"] == POD.kind else None
+    if told is None or told.get("status") != "True" or label(thing, names.SURPLUS_LABEL):
+        return None
+    reason = str(told.get("reason"))
+    return Disruption(
+        pod=str(thing["metadata"]["name"]),
+        slot=slot(thing),
+        group=label(thing, names.GROUP_LABEL),
+        node=str(thing.get("spec", {}).get("nodeName")),
+        reason=reason if _WORD.fullmatch(reason) else reasons.EVICTED,
+        # A kubelet says here which resource its node lacks.
+        message=str(told.get("message") or "").strip()[: LONGEST_MESSAGE // 4],
+        at=str(told.get("lastTransitionTime") or ""),
+    )
+
+
+def slot(pod: Object) -> Slot:
+    """The pod's place. The pod that replaces it has the same one."""
+    return label(pod, names.JOB_NAME_LABEL), label(pod, names.INDEX_ANNOTATION)
+
+
+def source(node: Object, notices: frozenset[str]) -> str:
+    """Who takes the node, as words that follow its name. Empty if its pods may stay. `notices` has the keys of taints
+    that announce the end of a node."""
+    spec = node.get("spec") or {}
+    found = [f"was cordoned{_by(node)}"] if spec.get("unschedulable") else []
+    for taint in spec.get("taints") or ():
+        if taint.get("effect") == "NoExecute" or taint.get("key") in notices:
+            found.append(f"has the taint {taint.get('key')}:{taint.get('effect')}")
+    return " and ".join(found)[: LONGEST_MESSAGE // 4]
+
+
+def _by(node: Object) -> str:
+    """The program that cordoned the node, as the API server has recorded it."""
+    for entry in node["metadata"].get("managedFields") or ():
+        fields = entry.get("fieldsV1") or {}
+        if CORDON[1] in (fields.get(CORDON[0]) or {}):
+            return f" by {entry.get('manager')}"
+    return ""
