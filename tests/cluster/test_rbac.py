@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from dovetail.kube.resources import CHILDREN
-from dovetail.operator.cluster.leader import LEASE
+from dovetail.operator.cluster.leader import CLAIM, CLAIM_NAMESPACE, LEASE
 from dovetail.operator.cluster.tokens import KEY_SECRET
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, wait_for
@@ -124,7 +124,7 @@ OPERATOR = (
     | of("", "pods", "list watch delete")
     | of("", "configmaps", "get list watch create patch")
     | of("", "services", "list watch create patch")
-    | of("", "persistentvolumeclaims", "list watch create patch")
+    | of("", "persistentvolumeclaims", "list watch create patch delete")
     | of("", "serviceaccounts", "list watch create patch")
     | of("", "secrets", "get create")
     | of(RBAC, "roles", "list watch create patch")
@@ -178,6 +178,9 @@ def test_rights_in_all_namespaces_are_exactly_these(server, everywhere, componen
     )
     at_home = wanted | asking | (LEADER if component == "operator" else set())
     wait_for("rights at home", lambda: rights(server, everywhere.account(component), everywhere.home) == at_home)
+    claim = of("coordination.k8s.io", "leases", "get update", CLAIM) if component == "operator" else set()
+    there = wanted | asking | claim
+    wait_for("the claim", lambda: rights(server, everywhere.account(component), CLAIM_NAMESPACE) == there)
 
 
 @pytest.mark.parametrize(("component", "wanted"), [("operator", OPERATOR), ("api", API)])

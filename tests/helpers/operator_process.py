@@ -49,16 +49,18 @@ def preserving(kind: str, plural: str, group: str, version: str) -> dict[str, An
     }
 
 
-def install(cluster: KubeCluster, namespaces: list[str], *values: str) -> None:
+def install(
+    cluster: KubeCluster, namespaces: list[str], *values: str, name: str = "dovetail", system: str = SYSTEM
+) -> None:
     """The CRD, and the chart's accounts and rights, with nothing that runs. `namespaces`: none means all. `values`:
-    more of the chart's, such as a=b."""
+    more of the chart's, such as a=b. `name` is the release's, in namespace `system`."""
     crd = str(REPOSITORY / "helm/dovetail/files/crds/rlhfjobs.dovetail.dev.yaml")
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", crd)
     chart, spaces = str(REPOSITORY / "helm/dovetail"), f"namespaces={json.dumps(namespaces)}"
     more = [word for value in values for word in ("--set", value)]
-    text = cluster.helm("template", "dovetail", chart, "-n", SYSTEM, "--set-json", spaces, *more)
+    text = cluster.helm("template", name, chart, "-n", system, "--set-json", spaces, *more)
     wanted = [thing for thing in yaml.safe_load_all(text) if thing and thing["kind"] in RBAC]
-    space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}}
+    space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": system}}
     items = {"apiVersion": "v1", "kind": "List", "items": [space, *wanted]}
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(items))
 

@@ -16,7 +16,7 @@ from dovetail.kube.connection import connect
 from dovetail.kube.resources import POD_GROUPS, RLHFJOB
 from dovetail.operator.cluster.client import Client, until_served
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
-from dovetail.operator.cluster.leader import LEASE, Lock, lead
+from dovetail.operator.cluster.leader import LEASE, Claim, Held, Lock, lead
 from dovetail.operator.handlers import watch_jobs
 from dovetail.operator.job_controller import Controller
 from dovetail.operator.log import log, log_libraries
@@ -24,6 +24,7 @@ from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner, image_check
 from dovetail.protocol.http import serving
+from dovetail.protocol.process.exit_codes import BAD_CONFIGURATION
 
 # The process is restarted if a job that is due has waited this long for a worker, or if the lease could not be read.
 STUCK_SECONDS = 120.0
@@ -71,13 +72,21 @@ async def run(settings: OperatorSettings) -> int:
         await _operate(settings, Client(api, gang=POD_GROUPS.get(settings.gang)), metrics, health, on_signals)
 
     lock = Lock(LEASE, settings.namespace, settings.identity, api, seen)
+    claim = Claim(settings.namespace, api, seen)
+
+    async def claimed() -> None:
+        await lead(claim, work)
+
     server = await _serve(settings, metrics, health)
-    leading = asyncio.create_task(_guard(lock, work))
+    leading = asyncio.create_task(lead(lock, work if settings.namespaces else claimed))
     waiting = asyncio.create_task(stopped.wait())
     try:
         await asyncio.wait({leading, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if leading.done():
             error = leading.exception()
+            if isinstance(error, Held):
+                log("leader.refused", level="error", error=str(error))
+                return BAD_CONFIGURATION
             said = f"{type(error).__name__}: {error}" if error is not None else "the lease could not be renewed"
             log("leader.lost", level="error", error=said)
             return 1
@@ -87,35 +96,11 @@ async def run(settings: OperatorSettings) -> int:
         for task in (leading, waiting):
             task.cancel()
         await asyncio.gather(leading, waiting, return_exceptions=True)
+        if not settings.namespaces:
+            await claim.release()
         await lock.release()
         await server.cleanup()
         await api.close()
-
-
-async def _guard(lock: Lock, work: object) -> None:
-    """Run `lead`, and end when its work dies, because `lead` alone would not notice that."""
-    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def watched() -> None:
-        try:
-            await work()  # type: ignore[operator]
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            failed.set_exception(error)
-        else:
-            failed.set_exception(RuntimeError("the watches ended"))
-
-    leading = asyncio.create_task(lead(lock, watched))
-    try:
-        await asyncio.wait({leading, failed}, return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
-            failed.result()
-        leading.result()
-    finally:
-        leading.cancel()
-        failed.cancel()
-        await asyncio.gather(leading, return_exceptions=True)
 
 
 async def _operate(

@@ -21,6 +21,8 @@ from dovetail.operator.compat import NO_ANSWER, LeaseLock
 # The chart makes the lease, and the operator only writes to it. So it is deleted with the release. Helm refuses a
 # second release in a namespace, whose operator would never work.
 LEASE = "dovetail-leader"
+# The claim on all namespaces. The API server keeps the namespace `default` in every cluster.
+CLAIM, CLAIM_NAMESPACE = "dovetail-all-namespaces", "default"
 # A leader that dies is replaced within LEASE_SECONDS + RETRY_SECONDS, and one that leaves within RETRY_SECONDS. Calls
 # to an API server under load take seconds, and must not end a leader.
 LEASE_SECONDS = 30
@@ -66,6 +68,9 @@ class Lock(LeaseLock):
         self.renewed = sent if done else self.renewed
         return done
 
+    def rival(self, identity: str) -> None:
+        """Called when another one that holds the lease is seen to renew it."""
+
     async def release(self) -> None:
         """Give the lease up, if it is ours, so that the next replica leads at once."""
         there, record = await self.get(self.name, self.namespace)
@@ -73,6 +78,25 @@ class Lock(LeaseLock):
             with contextlib.suppress(ApiException, *NO_ANSWER):
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await self.hand_over()
+
+
+class Held(Exception):
+    """Another release serves all namespaces."""
+
+
+class Claim(Lock):
+    """The claim of a release on all namespaces. Its identity is the release's namespace, because only the leader of a
+    release asks for it. Two releases that correct the same objects would never end, so the second one gives up."""
+
+    def __init__(self, identity: str, api: ApiClient, attempted: Callable[[], None]) -> None:
+        super().__init__(CLAIM, CLAIM_NAMESPACE, identity, api, attempted)
+
+    def rival(self, identity: str) -> None:
+        """Raises Held."""
+        raise Held(
+            f"the operator in namespace {identity} serves all namespaces, and this one would undo its work: uninstall "
+            f"one of the two releases, or name the `namespaces` of each (lease {CLAIM_NAMESPACE}/{CLAIM})"
+        )
 
 
 class Election:
@@ -102,6 +126,8 @@ class Election:
             mine.acquire_time = found.acquire_time or now
         elif found.holder_identity is not None:
             if vars(found) != self._other:
+                if self._other:
+                    lock.rival(found.holder_identity)
                 self._other, self._changed = dict(vars(found)), time.monotonic()
             if time.monotonic() - self._changed < LEASE_SECONDS:
                 return False
@@ -129,7 +155,7 @@ class Election:
 
 async def lead(lock: Lock, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Wait for the lease, run `work`, and return when the lease is lost. `work` always ends before another replica may
-    take the lease, even if the API server fails or this call is cancelled."""
+    take the lease, even if the API server fails or this call is cancelled. Raises what `work` raises, and Held."""
     election = Election(lock)
     await election.win()
     working, renewing = asyncio.create_task(work()), asyncio.create_task(election.renew())
@@ -137,8 +163,8 @@ async def lead(lock: Lock, work: Callable[[], Coroutine[Any, Any, None]]) -> Non
     try:
         while (left := lock.renewed + LEASE_SECONDS - MARGIN_SECONDS - time.monotonic()) > 0:
             done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if renewing in done:
-                renewing.result()
+            for task in done:
+                task.result()
             if done:
                 return
     finally:
