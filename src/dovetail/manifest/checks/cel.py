@@ -2,7 +2,8 @@
 
 The API server also tries a rule on the default of its object, before the fields inside have their own defaults. A rule
 that reads fields with defaults, in an object that has a default itself, must therefore belong to `spec`, which has no
-default. `function` and `in` are reserved words in CEL, so Kubernetes writes them `__function__` and `__in__`."""
+default. In the items of lists the API server fills in no defaults. `function` and `in` are reserved words in CEL, so
+Kubernetes writes them `__function__` and `__in__`."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def evaluate(expression: str, value: Any) -> Any:
 
 
 def as_seen(value: BaseModel) -> Any:
-    """An API object as the API server's rules see it: with all defaults, without nulls, and with the API server's names
+    """An API object as the API server's rules see it: with all defaults (also in lists, where rules count as if the
+    API server had filled them in), without nulls, and with the API server's names
     of fields whose names are reserved words."""
     return _escaped(value.model_dump(mode="json", by_alias=True, exclude_none=True, warnings=False))
 

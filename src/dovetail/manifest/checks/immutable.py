@@ -6,9 +6,11 @@ for example while Planned=False says what does not fit."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from dovetail.manifest.checks.cel import CelRule
 from dovetail.manifest.field_policy import parts
@@ -30,17 +32,34 @@ def _same(path: str) -> str:
     now, before = f"self.spec.{path}", f"oldSelf.spec.{path}"
     if "[]" in path:
         items, _, name = path.partition("[].")
-        value = f"g.{name}" if _filled(Group, name) else f"has(g.{name}) ? g.{name} : ''"
+        value = f"g.{name}" if _required(Group, name) else f"has(g.{name}) ? [g.{name}] : {_default(Group, name)}"
         return " == ".join(f"{side}.spec.{items}.map(g, {value})" for side in ("self", "oldSelf"))
     if _filled(RLHFJobSpec, path):
         return f"{now} == {before}"
     return f"has({now}) == has({before}) && (!has({now}) || {now} == {before})"
 
 
+def _field(model: type[BaseModel], name: str) -> FieldInfo:
+    return next(f for n, f in model.model_fields.items() if (f.alias or n) == name)
+
+
+def _required(model: type[BaseModel], name: str) -> bool:
+    return _field(model, name).is_required()
+
+
+def _default(model: type[BaseModel], name: str) -> str:
+    """A list with the default of a list item's field, which the API server does not fill in. Empty for objects, and if
+    there is none."""
+    value = _field(model, name).get_default(call_default_factory=True, validated_data={})
+    if isinstance(value, str | bool):
+        return f"[{json.dumps(value)}]"
+    return "[[]]" if value == [] else "[]"
+
+
 def _filled(model: type[BaseModel], path: str) -> bool:
     """Whether the API server fills in a default, or the field is required."""
     name, _, below = path.partition(".")
-    field = next(f for n, f in model.model_fields.items() if (f.alias or n) == name)
+    field = _field(model, name)
     if below:
         return _filled(model_in(field.annotation) or model, below)
     return field.is_required() or field.get_default(call_default_factory=True, validated_data={}) is not None

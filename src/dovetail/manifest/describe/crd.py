@@ -148,12 +148,21 @@ def _typed(node: Schema, model: type[BaseModel] | None) -> Schema:
         node.pop("additionalProperties", None)
         node |= {"x-kubernetes-preserve-unknown-fields": True, "maxProperties": MAX_PROPERTIES}
     elif kind == "array":
-        node["items"] = _convert(node["items"], model)
+        node["items"] = _without_defaults(_convert(node["items"], model))
         node.setdefault("maxItems", MAX_ITEMS)
     elif kind == "string" and "enum" not in node and "format" not in node:
         node.setdefault("maxLength", MAX_STRING)
     elif kind == "integer":
         node["format"] = "int64"
+    return node
+
+
+def _without_defaults(node: Schema) -> Schema:
+    """The schema of a list's item. A program that compares a manifest with what is stored, such as Argo CD, compares
+    lists as a whole. So the API server writes no defaults into them, and they are filled in when a manifest is read."""
+    node = {key: value for key, value in node.items() if key != "default"}
+    if "properties" in node:
+        node["properties"] = {name: _without_defaults(inner) for name, inner in node["properties"].items()}
     return node
 
 

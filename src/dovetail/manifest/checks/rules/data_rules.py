@@ -96,7 +96,7 @@ DATA_RULES = (
     ),
     Rule(
         _DATA_SOURCES,
-        "has(self.huggingFace) || self.split == 'train'",
+        "has(self.huggingFace) || !has(self.split) || self.split == 'train'",
         "{path}.split belongs to huggingFace; remove it, for files and synthetic data are used whole.",
     ),
     Rule(

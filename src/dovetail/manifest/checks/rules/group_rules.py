@@ -54,8 +54,8 @@ GROUP_RULES = (
     ),
     Rule(
         ("spec.groups",),
-        "!(self.exists(g, 'trainer' in g.roles && has(g.gpu.product)) "
-        "&& self.exists(g, 'trainer' in g.roles && !has(g.gpu.product)))",
+        "!(self.exists(g, 'trainer' in g.roles && has(g.gpu) && has(g.gpu.product)) "
+        "&& self.exists(g, 'trainer' in g.roles && (!has(g.gpu) || !has(g.gpu.product))))",
         "{path} mixes trainer groups with and without GPUs; "
         "all trainer ranks work in step, so give all of them GPUs or none.",
     ),
@@ -93,19 +93,19 @@ GROUP_RULES = (
         "maxReplicas.",
     ),
     group_rule(
-        "has(self.gpu.product) || self.gpu.perPod <= 1",
+        "!has(self.gpu) || has(self.gpu.product) || !has(self.gpu.perPod) || self.gpu.perPod <= 1",
         "{path}.gpu.perPod is {gpu.perPod} without gpu.product; name the product or remove perPod.",
     ),
     group_rule(
-        "!has(self.gpu.product) || self.gpu.perPod > 0",
+        "!has(self.gpu) || !has(self.gpu.product) || !has(self.gpu.perPod) || self.gpu.perPod > 0",
         "{path}.gpu.perPod is 0, but gpu.product names a GPU; set perPod to 1 or more, or remove product.",
     ),
     group_rule(
-        "has(self.gpu.product) || !has(self.gpu.claimTemplate)",
+        "!has(self.gpu) || has(self.gpu.product) || !has(self.gpu.claimTemplate)",
         "{path}.gpu.claimTemplate is given without gpu.product, which the plan is made for; name the product.",
     ),
     group_rule(
-        "'rollout' in self.roles || size(self.vllmArgs) == 0",
+        "'rollout' in self.roles || !has(self.vllmArgs) || size(self.vllmArgs) == 0",
         "{path}.vllmArgs has no effect without the role rollout; remove it.",
     ),
     Rule(
@@ -119,8 +119,8 @@ GROUP_RULES = (
         "{path}.name '{name}' is the name of other processes; choose another, such as `rollouts`.",
     ),
     group_rule(
-        "!('rollout' in self.roles) || self.dtype != 'bfloat16' || !has(self.gpu.product) "
-        "|| !(self.gpu.product.contains('V100') || self.gpu.product.contains('T4'))",
+        "!('rollout' in self.roles) || !has(self.dtype) || self.dtype != 'bfloat16' || !has(self.gpu) "
+        "|| !has(self.gpu.product) || !(self.gpu.product.contains('V100') || self.gpu.product.contains('T4'))",
         "{path}.dtype is bfloat16, which {gpu.product} does not have; use float16 or float32.",
     ),
 )

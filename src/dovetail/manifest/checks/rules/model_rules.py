@@ -213,7 +213,7 @@ REWARD_RULES = (
     ),
     Rule(
         ("spec.models.reward.functions",),
-        "self.exists(f, f.weight != 0.0)",
+        "self.exists(f, !has(f.weight) || f.weight != 0.0)",
         "{path} gives every function the weight 0; give one another weight.",
     ),
     spec_rule(

@@ -271,7 +271,8 @@ PPO_RULES = (
         "take turns on a GPU; give trainers and rollouts groups of their own, or set lag to 0.",
     ),
     ppo_rule(
-        "!self.ppo.routingReplay || !self.groups.exists(g, '--no-enable-prefix-caching' in g.vllmArgs)",
+        "!self.ppo.routingReplay || !self.groups.exists(g, has(g.vllmArgs) && "
+        "'--no-enable-prefix-caching' in g.vllmArgs)",
         "spec.ppo.routingReplay needs vLLM's prefix cache, which --no-enable-prefix-caching turns off; remove it from "
         "the vllmArgs of spec.groups.",
     ),
