@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -44,7 +45,16 @@ from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner
 from dovetail.operator.reconcile import progress, reasons
-from dovetail.operator.reconcile.children import Children, Object, is_true, managed_elsewhere, parse_time, sizes
+from dovetail.operator.reconcile.children import (
+    Children,
+    Object,
+    is_true,
+    label,
+    live,
+    managed_elsewhere,
+    parse_time,
+    sizes,
+)
 from dovetail.operator.reconcile.conditions import JobEvent, state, why_deleted
 from dovetail.operator.reconcile.disruption import Disruption, disruption
 from dovetail.operator.reconcile.drift import Drift
@@ -266,6 +276,7 @@ class Controller:
             self.store.put({"kind": kind, **await self._client.release(kind, children.objects[kind, name])})
             log("object.released", job="/".join(key), object=f"{kind}/{name}", reason="spec.storage.retain is Keep")
         if is_over(result.status):
+            self._metrics.jobs.hold(key, "", {}, works=False)
             if not isinstance(planned, PlanRefused):  # it was not over before
                 await self._keep_history(key, RenderContext(planned[0], uid, planned[1], self._settings), children)
             self._forget(key)
@@ -274,6 +285,10 @@ class Controller:
             self._status_rate.forget(key)
             await self._delete(document, result)
             return _sooner(later, result.requeue)
+        works = state(result.status.conditions) == "Running"
+        queue = label(document, names.QUEUE_LABEL)
+        gpus = {} if isinstance(planned, PlanRefused) else _gpus(planned[0], children)
+        self._metrics.jobs.hold(key, queue, gpus, works)
         try:
             await self._make(document, result, planned, children)
         except NameTaken as error:
@@ -558,6 +573,17 @@ def _fits(context: RenderContext, outlook: Outlook) -> bool | None:
     if (there := outlook.room) is None:
         return None if needs(context) else True
     return all(there[g.name] >= context.guaranteed(g) for g in context.job.spec.groups if g.name in there)
+
+
+def _gpus(job: RLHFJob, children: Children) -> dict[str, int]:
+    """The GPUs of the job's pods that are on nodes, by product."""
+    groups = {group.name: group.gpu for group in job.spec.groups}
+    found = Counter[str]()
+    for pod in live(children.of(POD.kind)):
+        gpu = groups.get(label(pod, names.GROUP_LABEL))
+        if gpu is not None and gpu.product is not None and pod.get("spec", {}).get("nodeName"):
+            found[gpu.product] += gpu.per_pod
+    return dict(found)
 
 
 def _was_answered(document: Object) -> bool:

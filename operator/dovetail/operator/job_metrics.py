@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,6 +16,8 @@ from dovetail.operator.reconcile import reasons
 NO_NODE_FITS = "NoNodeFits"
 # This reason is only in metrics. The job waits for GPUs, and the operator may not see whether any node has them.
 NODES_UNKNOWN = "NodesUnknown"
+# What a job does with the GPUs that it holds.
+WORKING, IDLE = "working", "idle"
 Key = tuple[str, str]  # namespace and name of an RLHFJob
 # The job's reason is that of the first of these that is true. If none is true, it is that of the first of WAITS that is
 # false.
@@ -44,12 +46,33 @@ class _Job:
         return found
 
 
+@dataclass
+class _Held:
+    """The GPUs that a job's pods have on nodes, by product. `use` says whether all its pods work. `seconds` has the
+    GPU seconds until `since`, by queue, product and use."""
+
+    queue: str
+    gpus: Mapping[str, int]
+    use: str
+    since: float
+    seconds: dict[tuple[str, str, str], float] = field(default_factory=dict)
+
+    def held(self, now: float) -> dict[tuple[str, str, str], float]:
+        """GPU seconds until now."""
+        found = dict(self.seconds)
+        for product, number in self.gpus.items():
+            place = self.queue, product, self.use
+            found[place] = found.get(place, 0.0) + number * (now - self.since)
+        return found
+
+
 class JobMetrics(Collector):
     """The metrics of each job, taken from its status. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._jobs: dict[Key, _Job] = {}
+        self._held: dict[Key, _Held] = {}
         self._unfit: dict[Key, str] = {}  # the reason that replaces UNSCHEDULABLE for a job
 
     def fits(self, key: Key, fits: bool | None) -> None:
@@ -73,15 +96,25 @@ class JobMetrics(Collector):
             found.pending = reason, now
         self._jobs[key] = found
 
+    def hold(self, key: Key, queue: str, gpus: Mapping[str, int], works: bool) -> None:
+        """Record the GPUs that a job's pods have now, by product. A job that does not work, because it starts or lacks
+        a pod, holds them all the same."""
+        now, before = self._clock(), self._held.get(key)
+        if before is not None or gpus:
+            earlier = before.held(now) if before is not None else {}
+            self._held[key] = _Held(queue, gpus, WORKING if works else IDLE, now, earlier)
+
     def forget(self, key: Key) -> bool:
         """Drop a job. Returns whether it was known."""
         self._unfit.pop(key, None)
+        self._held.pop(key, None)
         return self._jobs.pop(key, None) is not None
 
     def clear(self) -> None:
         """Forget all jobs, because another replica shows them."""
         self._jobs.clear()
         self._unfit.clear()
+        self._held.clear()
 
     def collect(self) -> Iterator[Metric]:
         names = ["namespace", "rlhfjob"]
@@ -103,7 +136,15 @@ class JobMetrics(Collector):
                 iterations.add_metric([*key, job.stage], job.iteration)
             for reason, seconds in sorted(job.waited(now).items()):
                 pending.add_metric([*key, reason], seconds)
-        yield from (states, iterations, pending)
+        gpus = CounterMetricFamily(
+            "dovetail_job_gpu_seconds",
+            "GPUs of the job's pods on nodes, times seconds, since this replica leads.",
+            labels=[*names, "queue", "product", "use"],
+        )
+        for key, held in sorted(self._held.items()):
+            for place, seconds in sorted(held.held(now).items()):
+                gpus.add_metric([*key, *place], seconds)
+        yield from (states, iterations, pending, gpus)
 
 
 def _reason(status: RLHFJobStatus) -> tuple[str, bool]:

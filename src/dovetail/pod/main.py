@@ -32,6 +32,7 @@ from dovetail.launch.spawn import ExecSpawner, Spawner
 from dovetail.launch.supervisor import Ended, LogFiles, Outcome, RestartBudget, Supervisor, cpu_threads
 from dovetail.manifest import fixed_names
 from dovetail.manifest.types import Group, RLHFJob, Role
+from dovetail.protocol.files.durable import read_object
 from dovetail.protocol.http import direct
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process import env
@@ -269,6 +270,24 @@ def drain(processes: Sequence[ProcessSpec], base: ProcessEnv) -> None:
                 return
 
 
+class JobEnd:
+    """Tells whether the job has succeeded since this object was made. A run that is resumed has the summary of its
+    earlier end."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._summary = run_dir / "summary.json"
+        self._before = self._written()
+
+    def _written(self) -> int | None:
+        try:
+            return self._summary.stat().st_mtime_ns
+        except OSError:
+            return None
+
+    def came(self) -> bool:
+        return self._written() != self._before and read_object(self._summary).get("state") == "succeeded"
+
+
 def _run(settings: PodSettings, environ: Mapping[str, str]) -> tuple[int, str]:
     pod = Pod(settings.processes, environ, limits=settings.limits, restarts=settings.restarts)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -288,7 +307,10 @@ def main(argv: list[str] | None = None, log: Path = TERMINATION_LOG) -> int:
     if options.drain:
         drain(settings.processes, settings.base)
         return 0
+    end = JobEnd(settings.base.run_dir)
     code, message = _run(settings, os.environ)
+    if end.came():
+        return 0  # the JobSet ends the pods that are left, or they missed the coordinator
     if code == STOPPED and os.environ.get(env.SURPLUS) == "1":
         return 0  # the pod was drained, so its Job is done; the operator makes another one
     if message and log.exists():

@@ -21,7 +21,8 @@ from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.operator.render.config_map import in_pods
 from dovetail.planner.make_plan import make_plan
-from dovetail.pod.main import Pod, drain, main, pod_processes
+from dovetail.pod.main import Pod, PodSettings, drain, main, pod_processes
+from dovetail.protocol.files.durable import write_json
 from dovetail.protocol.process.env import ProcessEnv
 
 SECONDS = 240.0
@@ -352,14 +353,38 @@ def test_an_empty_token_is_named_by_the_process_that_read_it(tmp_path, module):
     assert "Traceback" not in done.stderr
 
 
+def ended_with(monkeypatch, run_dir, code, meanwhile=lambda: None):
+    """The exit code of a pod whose processes end with this one."""
+
+    def run(*_):
+        meanwhile()
+        return code, "the coordinator is gone"
+
+    monkeypatch.setattr("dovetail.pod.main.read_pod", lambda environ: PodSettings([], base(run_dir), None, 0))
+    monkeypatch.setattr("dovetail.pod.main._run", run)
+    return main([])
+
+
 @pytest.mark.parametrize(("surplus", "code"), [("1", 0), ("", 143)])
-def test_a_drained_rollout_has_succeeded_if_it_may_come_and_go(monkeypatch, surplus, code):
+def test_a_drained_rollout_has_succeeded_if_it_may_come_and_go(monkeypatch, tmp_path, surplus, code):
     """Kueue would give back the quota of one that the JobSet made."""
-
-    def stopped(*_):
-        return 143, ""
-
-    monkeypatch.setattr("dovetail.pod.main.read_pod", lambda environ: None)
-    monkeypatch.setattr("dovetail.pod.main._run", stopped)
     monkeypatch.setenv("DOVETAIL_SURPLUS", surplus)
-    assert main([]) == code
+    assert ended_with(monkeypatch, tmp_path, 143) == code
+
+
+@pytest.mark.parametrize("code", [1, 143])
+@pytest.mark.parametrize(("state", "ends"), [("succeeded", 0), ("failed", None)])
+def test_pods_of_a_job_that_has_succeeded_end_without_an_error(monkeypatch, tmp_path, code, state, ends):
+    """The JobSet ends those that are left, and a rank may miss the coordinator before."""
+    write_json(tmp_path / "summary.json", {"state": "failed"})
+
+    def end():
+        write_json(tmp_path / "summary.json", {"state": state})
+
+    assert ended_with(monkeypatch, tmp_path, code, end) == (code if ends is None else ends)
+
+
+def test_a_pod_of_a_resumed_run_fails_although_the_run_once_succeeded(monkeypatch, tmp_path):
+    """Its Job would take the pod for done, and make no other."""
+    write_json(tmp_path / "summary.json", {"state": "succeeded"})
+    assert ended_with(monkeypatch, tmp_path, 1) == 1

@@ -235,7 +235,7 @@ def test_alerts_and_dashboards_read_metrics_that_exist(path: Path):
 
 
 def test_dashboards_are_sound():
-    assert {path.stem for path in DASHBOARDS} == {"jobs", "operator"}
+    assert {path.stem for path in DASHBOARDS} == {"fleet", "jobs", "operator"}
     for path in DASHBOARDS:
         board = json.loads(path.read_text())
         ids = [panel["id"] for panel in board["panels"]]

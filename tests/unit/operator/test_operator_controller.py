@@ -20,12 +20,13 @@ from dovetail.manifest.status import RLHFJobStatus
 from dovetail.operator.cluster.client import Page
 from dovetail.operator.cluster.multikueue import END_SECONDS, LOOK_SECONDS, Dispatch
 from dovetail.operator.cluster.tokens import KEY_SECRET
-from dovetail.operator.job_controller import GATHER_SECONDS, Controller
+from dovetail.operator.job_controller import GATHER_SECONDS, Controller, _gpus
 from dovetail.operator.job_metrics import JobMetrics
 from dovetail.operator.log import log_libraries
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import read_job
+from dovetail.operator.reconcile.children import Children
 from dovetail.operator.reconcile.history import JobHistory
 from dovetail.operator.reconcile.reconcile import AGAIN_SECONDS, PlanRefused
 from dovetail.operator.render.context import RenderContext
@@ -33,7 +34,7 @@ from dovetail.operator.render.objects import jobset, supporting_objects, surplus
 from dovetail.operator.status_rate import STATUS_SECONDS, StatusRate
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.process.process_names import COORDINATOR
-from helpers.fake_cluster import START, controlled, manifest
+from helpers.fake_cluster import START, controlled, manifest, running
 
 KEY = ("default", "demo")
 
@@ -830,3 +831,43 @@ def test_seconds_of_waiting_are_counted_by_reason():
     assert shown()[name, "NoNodeFits"] == 5
     assert metrics.forget(KEY)
     assert shown() == {}
+
+
+def test_gpu_seconds_are_counted_by_queue_product_and_use():
+    now = [0.0]
+    metrics = JobMetrics(lambda: now[0])
+
+    def shown():
+        return {
+            tuple(sample.labels[key] for key in ("queue", "product", "use")): sample.value
+            for metric in metrics.collect()
+            for sample in metric.samples
+            if sample.name == "dovetail_job_gpu_seconds_total"
+        }
+
+    metrics.hold(KEY, "team", {}, works=False)
+    assert shown() == {}, "a job without pods holds nothing"
+    metrics.hold(KEY, "team", {"A100": 8}, works=False)
+    now[0] = 10
+    metrics.hold(KEY, "team", {"A100": 8, "A10": 2}, works=True)
+    now[0] = 40
+    assert shown() == {("team", "A100", "idle"): 80, ("team", "A100", "working"): 240, ("team", "A10", "working"): 60}
+    metrics.hold(KEY, "", {}, works=False)
+    now[0] = 1000
+    assert shown()["team", "A100", "working"] == 240, "it is over"
+    metrics.forget(KEY)
+    assert shown() == {}
+
+
+def test_the_gpus_of_pods_on_nodes_are_held():
+    groups = [
+        {"name": "train", "roles": ["trainer"], "gpu": {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 8}},
+        {"name": "gen", "roles": ["rollout"], "gpu": {"product": "NVIDIA-A10", "perPod": 1}, "replicas": 2},
+    ]
+    cluster = running(groups=groups)
+    for pod in cluster.pods():
+        pod["spec"] = {"nodeName": "node-1"}
+    (waiting, *_) = [p for p in cluster.pods() if p["metadata"]["labels"].get(names.GROUP_LABEL) == "gen"]
+    waiting["spec"] = {}
+    job, _ = cluster.seen().planned
+    assert _gpus(job, Children(cluster.objects)) == {"NVIDIA-A100-SXM4-80GB": 8, "NVIDIA-A10": 1}
