@@ -56,6 +56,12 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- if or (eq (index . 1) "Always") (and (eq (index . 1) "Auto") ((index . 0).Capabilities.APIVersions.Has (index . 2))) }}yes{{ end }}
 {{- end }}
 
+{{- /* Whether to make the policy for tenants. Auto: where one release serves all namespaces. */}}
+{{- define "dovetail.tenantPolicy" -}}
+{{- $tenants := .Values.tenants | default (dict "policy" "Auto") }}
+{{- if or (eq $tenants.policy "Always") (and (eq $tenants.policy "Auto") (not .Values.namespaces)) }}true{{ end }}
+{{- end }}
+
 {{- /* What the pods of operator and API share: (list . component) */}}
 {{- define "dovetail.podSpec" -}}
 {{- $root := index . 0 -}}

@@ -519,3 +519,15 @@ def test_a_suspended_job_does_not_want_pods():
     cluster.step()
     cluster.reconcile()
     assert not cluster.over()
+
+
+def test_only_the_words_of_our_own_container_are_quoted():
+    """A container of the user's may have pointed the kubelet at a Secret."""
+    cluster = running()
+    pod = cluster.pod("trainer")
+    cluster.end(pod, 1, "password: hunter2")
+    pod["status"]["containerStatuses"][0]["name"] = "sidecar"
+    cluster.reconcile()
+    told = cluster.condition("Degraded")
+    assert told["reason"] == "TrainerFailed"
+    assert told["message"].endswith("failed with exit code 1")

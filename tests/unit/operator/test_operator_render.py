@@ -23,6 +23,7 @@ from dovetail.operator.render.config_map import in_pods, spec_hash
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.jobset import claim_names, workload
 from dovetail.operator.render.objects import jobset, supporting_objects, surplus_jobs
+from dovetail.operator.render.pod import group_pod
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.env import ProcessEnv
@@ -701,3 +702,17 @@ def test_a_gang_of_another_size_has_another_name():
     assert ganged("Kubernetes", groups=groups)[0]["metadata"]["name"] != small
     with pytest.raises(ValueError, match="DOVETAIL_GANG is 'Slurm'"):
         OperatorSettings.read({"DOVETAIL_GANG": "Slurm"})
+
+
+def test_the_status_quotes_no_file_that_a_template_names():
+    """The kubelet copies the file at terminationMessagePath into the pod's status."""
+    patch = {"name": "dovetail", "terminationMessagePath": "/secret/key"}
+    context = a_context(groups=[CPUS[0] | {"podTemplate": {"spec": {"containers": [patch]}}}, CPUS[1]])
+    (mine,) = group_pod(context, context.job.spec.groups[0])["spec"]["containers"]
+    assert "terminationMessagePath" not in mine
+    assert mine["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    patch |= {"command": ["cat", "/secret/key"]}
+    context = a_context(groups=[CPUS[0] | {"podTemplate": {"spec": {"containers": [patch]}}}, CPUS[1]])
+    (mine,) = group_pod(context, context.job.spec.groups[0])["spec"]["containers"]
+    assert mine["command"] == ["cat", "/secret/key"]
+    assert "terminationMessagePolicy" not in mine, "the log of another program is not quoted"

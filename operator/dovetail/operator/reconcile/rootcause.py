@@ -26,7 +26,7 @@ from dovetail.operator.reconcile.children import (
 )
 from dovetail.operator.reconcile.queueing import LONGEST_MESSAGE
 from dovetail.operator.reconcile.refusals import taken
-from dovetail.protocol.process.process_names import COORDINATOR
+from dovetail.protocol.process.process_names import CONTAINER, COORDINATOR
 
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
 _CONFIG = ("CreateContainerConfigError",)
@@ -296,7 +296,8 @@ def _ended(pod: Object) -> Cause:
             limit = "its memory limit"
             text = f"{_who(pod)} used more memory than {limit} allows (exit code {code}); raise it in the podTemplate"
             return Cause(reasons.OUT_OF_MEMORY, text, since, False)
-        last = _last_line(ended.get("message") or "")
+        # Other containers are the user's, who may have pointed the kubelet at any file.
+        last = _last_line(ended.get("message") or "") if container.get("name") == CONTAINER else ""
         text = f"{_who(pod)} failed with exit code {code}" + (f": {last}" if last else "")
         return Cause(_failed(pod), text, since, False)
     told = condition(pod, "DisruptionTarget") or {}

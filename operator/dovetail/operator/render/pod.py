@@ -247,7 +247,20 @@ def _template(
     if context.settings.pull_secrets:
         template["spec"]["imagePullSecrets"] = [{"name": name} for name in context.settings.pull_secrets]
     merged = merge(merge(template, context.settings.pod_template), patch)
-    return {**merged, "spec": share_claims(merged["spec"])}
+    return {**merged, "spec": share_claims(_own_words(merged["spec"], container["command"]))}
+
+
+def _own_words(spec: Object, command: list[str]) -> Object:
+    """The pod with the places fixed from which the kubelet takes a container's last words, which the job's status
+    quotes. A template could name a mounted Secret there. The end of the log counts only for Dovetail's own command."""
+    containers = []
+    for container in spec["containers"]:
+        if container["name"] == CONTAINER:
+            container = {key: value for key, value in container.items() if key != "terminationMessagePath"}
+            if container.get("command") != command or container.get("args"):
+                container.pop("terminationMessagePolicy", None)
+        containers.append(container)
+    return {**spec, "containers": containers}
 
 
 def _key(secret: str, name: str) -> Object:
