@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.coordinator.loop.failure import is_final
-from dovetail.coordinator.store.delivery import OutputError, check, deliver
+from dovetail.coordinator.store.delivery import OutputError, check, deliver, deliver_history
 from dovetail.manifest.types import ObjectStorage, Output, Stage
 from helpers.chart_tools import tool
 from helpers.cluster import wait_for
@@ -52,6 +52,16 @@ def test_a_folder_gets_the_models_and_those_of_before_are_replaced(models, tmp_p
     for name in ("actor", "sft"):
         assert read(target / name) == read(models / name)
     assert deliver(None, models, "a") == ["sft", "actor"]
+
+
+def test_the_history_goes_beside_the_models(models, tmp_path):
+    run_dir, output = tmp_path, Output(path=str(tmp_path / "published"))
+    (run_dir / "history.jsonl").write_text('{"step": 1}\n')
+    for rows in ('{"step": 1}\n', '{"step": 1}\n{"step": 2}\n'):
+        (run_dir / "history.jsonl").write_text(rows)
+        deliver_history(output, run_dir, "a")
+        assert read(tmp_path / "published") == {"runs/a/history.jsonl": rows.encode()}
+    deliver_history(None, run_dir, "a")
 
 
 def a_base_model(folder):
@@ -149,6 +159,9 @@ def test_object_storage_gets_the_models_in_parts(server, models, monkeypatch):
     assert deliver(storage(server), models, "a") == ["sft", "actor"]
     for name in ("actor", "sft"):
         assert read(root / name) == read(models / name)
+    (models / "events.jsonl").write_text("{}\n")
+    deliver_history(storage(server), models, "a")
+    assert read(root / "runs") == {"a/events.jsonl": b"{}\n"}
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ from dovetail.coordinator.samples.score import Score
 from dovetail.coordinator.samples.scorers import Scorers
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
-from dovetail.coordinator.store.delivery import check, deliver
+from dovetail.coordinator.store.delivery import check, deliver, deliver_history
 from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.manifest_changes import adopt, reshard
 from dovetail.coordinator.store.store import Store, StoreError
@@ -464,6 +464,7 @@ class Engines:
         models = self.settings.run_dir / "models"
         await asyncio.to_thread(describe_models, models, self._card_facts(), self.prepared.tokenizer)
         self._trained = await asyncio.to_thread(deliver, self.spec.output, models, self.run_id)
+        await asyncio.to_thread(deliver_history, self.spec.output, self.settings.run_dir, self.run_id)
         if self.spec.output is not None:
             self.log("models.copied", models=self._trained, to=self.spec.output.place)
         document = self.records.results.write("succeeded")

@@ -16,6 +16,8 @@ from dovetail.manifest.types import TRAINED_MODELS, ObjectStorage, Output, Stage
 # A folder without this file does not count as a model, so it is written last.
 LAST = "config.json"
 CHUNK = 16 << 20
+# Each step's metrics, and what happened when.
+HISTORY = ("history.jsonl", "events.jsonl")
 # The stages that make a model; the others come from DPO and PPO.
 _MADE_BY = {"sft": {Stage.SFT}, "reward": {Stage.REWARD}}
 # AWS's SDK uses these words for errors that every further attempt would meet again.
@@ -71,6 +73,24 @@ def deliver(output: Output | None, models: Path, run: str) -> list[str]:
     return names
 
 
+def deliver_history(output: Output | None, run_dir: Path, run: str) -> None:
+    """Copy the run's history to runs/<run> beside the models, where it outlives the run directory and the RLHFJob. The
+    run's id is in the name, so nobody else's is replaced. Raises OutputError, or OSError for an error that may pass."""
+    if output is None:
+        return
+    with _explained(output):
+        for name in HISTORY:
+            if not (run_dir / name).is_file():
+                continue
+            place = f"runs/{run}/{name}"
+            if output.path is not None:
+                target = Path(output.path) / place
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(run_dir / name, target)
+            elif output.s3 is not None:
+                _put(_connect(output.s3), run_dir / name, _key(output.s3, place))
+
+
 def _check_place(output: Output, name: str, run: str) -> None:
     """Raises OutputError if something is where the model goes that run `run` has not copied there."""
     try:
@@ -117,9 +137,12 @@ def _upload(source: Path, storage: ObjectStorage, name: str, run: str) -> None:
         pass
     found = sorted((path for path in source.rglob("*") if path.is_file()), key=lambda path: path == source / LAST)
     for path in found:
-        key = _key(storage, f"{name}/{path.relative_to(source).as_posix()}")
-        with path.open("rb") as read, files.open_output_stream(key) as write:
-            shutil.copyfileobj(read, write, CHUNK)
+        _put(files, path, _key(storage, f"{name}/{path.relative_to(source).as_posix()}"))
+
+
+def _put(files: Any, path: Path, key: str) -> None:
+    with path.open("rb") as read, files.open_output_stream(key) as write:
+        shutil.copyfileobj(read, write, CHUNK)
 
 
 def _key(storage: ObjectStorage, name: str) -> str:
