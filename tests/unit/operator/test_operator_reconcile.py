@@ -233,6 +233,26 @@ def test_waiting_for_quota_is_told_from_a_users_suspension():
 # ---------------------------------------------------------------- scaling
 
 
+@pytest.mark.parametrize("key", [names.QUEUE_LABEL, names.PRIORITY_LABEL])
+def test_a_job_that_waits_in_a_queue_may_be_given_another(key):
+    cluster = a_cluster()
+    cluster.queueing = True
+    labels = {names.QUEUE_LABEL: "team", names.PRIORITY_LABEL: "low"}
+    cluster.document["metadata"]["labels"] = labels
+    cluster.settle()
+    assert cluster.look().delete == []
+    cluster.document["metadata"]["labels"] = labels | {key: "other"}
+    cluster.settle()
+    assert cluster.objects["JobSet", "demo"]["metadata"]["labels"][key] == "other"
+    assert cluster.condition("Suspended")["reason"] == "WaitingForQuota"
+    cluster.objects["JobSet", "demo"]["spec"]["suspend"] = False
+    cluster.settle()
+    cluster.document["metadata"]["labels"] = labels
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True", "a job that runs keeps its place"
+    assert cluster.objects["JobSet", "demo"]["metadata"]["labels"][key] == "other"
+
+
 def test_surplus_rollouts_start_after_the_coordinator_and_follow_the_spec():
     cluster = a_cluster()
     cluster.reconcile()

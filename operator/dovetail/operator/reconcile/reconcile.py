@@ -210,8 +210,9 @@ class _Reconciler:
             self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
             apply.append(jobset(self._context))
             return self._result(apply=apply, delete=self._surplus_gone(), token=True)
-        if self._changed(self._jobset) and not deleting(self._jobset):
-            # It was changed while it was suspended for so short a time that its old pods still exist.
+        if (self._changed(self._jobset) or self._moved(self._jobset)) and not deleting(self._jobset):
+            # It was changed while it was suspended for so short a time that its old pods still exist, or while it waits
+            # in a queue.
             self._say_stopped(reasons.CREATING, "the pods are made anew from the changed manifest")
             self._requeue.append(AGAIN_SECONDS)
             return self._result(apply=apply, delete=[*self._surplus_gone(), (JOBSET.kind, self._context.name)])
@@ -525,6 +526,14 @@ class _Reconciler:
         trainers = (group for group in spec.groups if Role.TRAINER in group.roles)
         resized = any(there.get(group.name, pod_count(group)) != pod_count(group) for group in trainers)
         return resized or pods_changed(jobset["metadata"].get("labels") or {}, spec)
+
+    def _moved(self, jobset: Object) -> bool:
+        """Whether the user gave the job another queue or priority while it waits in a queue. A job that runs keeps its
+        place until it is suspended."""
+        if not jobset["spec"].get("suspend") or _was_sent(self._seen.document):
+            return False
+        wanted = self._context.queueing()
+        return any(label(jobset, key) != wanted.get(key, "") for key in (names.QUEUE_LABEL, names.PRIORITY_LABEL))
 
     def _surplus(self) -> tuple[list[Object], list[Ref]]:
         """The surplus rollouts to create and to delete. They start once the coordinator runs, so that they take no GPU
