@@ -15,6 +15,7 @@ from typing import Any
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError
+from dovetail.kube.owners import controller
 from dovetail.kube.resources import (
     CHILDREN,
     JOB,
@@ -143,11 +144,17 @@ class Controller:
             log("object.unreadable", level="warning", object=f"{thing.get('kind')} {name}", error=said)
             return
         if key is not None:
-            if (found := disruption(thing)) is not None:
+            if (found := disruption(thing)) is not None and self._is_of_job(key, thing):
                 self._disrupted.setdefault(key, {}).setdefault(str(thing["metadata"]["uid"]), found)
             self._told.setdefault(key, time.monotonic())
             soon = deleted or thing["kind"] not in BUSY or _ended(thing)
             await self.queue.add(key, 0.0 if soon else GATHER_SECONDS)
+
+    def _is_of_job(self, key: Key, pod: Object) -> bool:
+        """Whether the job controls the pod, which may be gone. Anybody may write its labels on a pod."""
+        job = self.store.job(key)
+        mine = self.store.children(key).of_job(str(job["metadata"]["uid"])) if job is not None else Children()
+        return controller(pod).get("uid") in {each["metadata"]["uid"] for each in mine.of(JOB.kind)}
 
     async def run(self) -> None:
         """Work until cancelled. Decisions wait until everything is listed, because a job's children would seem to be

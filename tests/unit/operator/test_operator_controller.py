@@ -34,7 +34,7 @@ from dovetail.operator.render.objects import jobset, supporting_objects, surplus
 from dovetail.operator.status_rate import STATUS_SECONDS, StatusRate
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.process.process_names import COORDINATOR
-from helpers.fake_cluster import START, controlled, manifest, running
+from helpers.fake_cluster import DRAINED, START, controlled, manifest, running
 
 KEY = ("default", "demo")
 
@@ -871,3 +871,24 @@ def test_the_gpus_of_pods_on_nodes_are_held():
     waiting["spec"] = {}
     job, _ = cluster.seen().planned
     assert _gpus(job, Children(cluster.objects)) == {"NVIDIA-A100-SXM4-80GB": 8, "NVIDIA-A10": 1}
+
+
+def test_a_pod_that_was_ended_is_told_when_it_is_gone_and_a_strangers_is_not():
+    """Kubernetes deletes an evicted pod within seconds, maybe before the job is looked at."""
+    controller, _ = a_controller()
+
+    def owned(kind, name, by):
+        metadata = {"name": name, "namespace": "default", "uid": name, "labels": {names.JOB_LABEL: "demo"}}
+        return {"kind": kind, "metadata": metadata | {"ownerReferences": [by]}}
+
+    async def test():
+        await controller.process(KEY)
+        jobset = controller.store.children(KEY).get("JobSet", "demo")["metadata"]["uid"]
+        controller.store.put(owned("Job", "demo-train-0", controlled("JobSet", jobset)))
+        for name, of in (("demo-train-0-0", "demo-train-0"), ("forged", "another")):
+            pod = owned("Pod", name, controlled("Job", of)) | {"spec": {"nodeName": "node-1"}}
+            await controller.observe(pod | {"status": {"phase": "Running", "conditions": [DRAINED]}}, deleted=True)
+        return controller._disruptions(KEY)
+
+    (found,) = asyncio.run(test())
+    assert found.sentence() == "pod demo-train-0-0 left node node-1: drained"
