@@ -244,8 +244,9 @@ def _open_routes(app: FastAPI, registry: CollectorRegistry) -> None:
         return served(found)
 
     @app.get("/api/v1/about", include_in_schema=False)
-    async def about() -> dict[str, str]:
-        return {"source": "cluster"}
+    async def about(request: Request) -> dict[str, object]:
+        # A proxy may add the user's token to all requests. Otherwise the page asks for one before it asks for jobs.
+        return {"source": "cluster", "token": "authorization" in request.headers}
 
     @app.get("/healthz", include_in_schema=False)
     async def healthz() -> PlainTextResponse:

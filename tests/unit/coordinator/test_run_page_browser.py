@@ -387,7 +387,11 @@ def test_a_job_on_a_cluster(browser, tmp_path, monkeypatch):
         "message": "the plan holds",
     }
     try:
-        # Chromium itself writes a line for each answer that is an error.
+        with watched(browser, root) as page:
+            page.goto(root)
+            page.get_by_text("Give a bearer token").wait_for()
+            page.wait_for_load_state("networkidle")
+        # Chromium itself writes a line for each answer that is an error, as of a job without a coordinator.
         with watched(browser, root, forgiven=["Failed to load resource"]) as page:
             page.goto(root)
             page.get_by_text("Give a bearer token").wait_for()

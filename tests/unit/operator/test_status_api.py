@@ -592,7 +592,7 @@ def test_the_page_loads_nothing_from_elsewhere(api):
         file = api.get(f"/{name}", token=None)
         assert (file.status_code, file.headers["content-security-policy"]) == (200, policy)
     assert api.get("/static/..%2Fpage_files.py", token=None).status_code == 404
-    assert api.get("/api/v1/about", token=None).json() == {"source": "cluster"}
+    assert api.get("/api/v1/about", token=None).json() == {"source": "cluster", "token": False}
 
 
 def test_the_page_asks_the_coordinator_about_the_run(api):

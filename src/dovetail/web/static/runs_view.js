@@ -16,7 +16,7 @@ export function stageOf(run) {
   return `${name} ${run.done ?? 0}${run.total ? ` / ${run.total}` : ""}`;
 }
 
-export async function runsView({source, root, signal, say}) {
+export async function runsView({source, about, root, signal, say}) {
   const chosen = new Set();
   const box = h("div"), compare = h("a", {href: "#/", role: "button", hidden: true}, "");
   root.replaceChildren(h("div", {class: "bar"}, h("h2", {}, source.kind === "cluster" ? `Jobs in namespace ${source.namespace}` : "Runs"), compare), box);
@@ -25,17 +25,11 @@ export async function runsView({source, root, signal, say}) {
     compare.textContent = `Compare ${chosen.size} runs`;
     compare.href = `#/compare/${[...chosen].map(encodeURIComponent).join("/")}`;
   };
-  async function refresh() {
-    if (source.kind === "cluster" && !source.token) {
-      try { await show(); } catch (error) {
-        if (error.code !== 401) throw error;
-        box.replaceChildren(h("p", {class: "mute"}, "Give a bearer token, such as that of ", h("code", {}, "kubectl create token ACCOUNT"), "."));
-      }
-      return;
-    }
-    await show();
+  if (source.kind === "cluster" && !source.token && !about.token) {
+    box.replaceChildren(h("p", {class: "mute"}, "Give a bearer token, such as that of ", h("code", {}, "kubectl create token ACCOUNT"), "."));
+    return;
   }
-  async function show() {
+  async function refresh() {
     const runs = await source.list(signal);
     if (!runs.length) {
       box.replaceChildren(h("p", {class: "mute"}, source.kind === "cluster" ? `No RLHFJobs in namespace ${source.namespace}.` : "No runs here yet. A run appears as soon as dovetail run has begun it."));
