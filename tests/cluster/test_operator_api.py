@@ -323,7 +323,7 @@ def test_who_took_a_pod_away_is_told(server: KubeCluster, everywhere: Path, tmp_
         "EvictionByEvictionAPI": (partial(evict, server), "which was cordoned by kubectl"),
         "DeletionByTaintManager": (
             lambda _, node: server.kubectl("taint", "node", node, "example.com/repair=:NoExecute"),
-            "which has the taint example.com/repair:NoExecute",
+            "has the taint example.com/repair:NoExecute",
         ),
         "DeletionByPodGC": (lambda _, node: server.kubectl("delete", "node", node), "PodGC: node no longer exists"),
         "TerminationByKubelet": (partial(run_out_of_memory, server), "low on resource: memory"),
@@ -336,10 +336,10 @@ def test_who_took_a_pod_away_is_told(server: KubeCluster, everywhere: Path, tmp_
         wait_for("the JobSet", lambda: owned(server, "jobset", uid))
         for number, (reason, (fault, told)) in enumerate(faults.items()):
             node = f"gpu-{number}"
-            ready = {"conditions": [{"type": "Ready", "status": "True"}]}
-            server.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}, "status": ready})
-            with a_running_pod(server, uid, "train", nodeName=node):
-                words = ("pods", *where, "-l", "batch.kubernetes.io/job-name=demo-train-0")
+            server.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}})
+            group = f"t{number}"  # no kubelet takes an evicted pod away
+            with a_running_pod(server, uid, group, nodeName=node):
+                words = ("pods", *where, "-l", f"batch.kubernetes.io/job-name=demo-{group}-0")
                 pod = server.items(*words)[0]["metadata"]["name"]
                 fault(pod, node)
                 said = wait_for(
