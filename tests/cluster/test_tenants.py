@@ -137,7 +137,7 @@ def test_no_pod_template_gives_a_tenant_more_than_his_rights(server: KubeCluster
     [
         {"hub": {"tokenSecret": {"name": "other"}}},
         {"trackers": [{"kind": "wandb", "secret": "other"}]},
-        {"output": {"s3": {"bucket": "b", "credentialsSecret": "other"}}},
+        {"output": {"s3": {"bucket": "models", "credentialsSecret": "other"}}},
     ],
     ids=lambda spec: next(iter(spec)),
 )

@@ -24,7 +24,7 @@ from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner, image_check
 from dovetail.protocol.http import serving
-from dovetail.protocol.process.exit_codes import BAD_CONFIGURATION
+from dovetail.protocol.process.endings import BAD_CONFIGURATION
 
 # The process is restarted if a job that is due has waited this long for a worker, or if the lease could not be read.
 STUCK_SECONDS = 120.0
