@@ -261,7 +261,7 @@ RETURNS = {
 
 # A pod of each kind that comes anew, nodes that go, and processes that hear nothing any more.
 # tests/cluster/test_operator_api.py has an API server that is away and an operator that takes over.
-ALWAYS = ("coordinator killed", "trainer killed", "pool upgraded", "network cut")
+ALWAYS = ("coordinator killed", "trainer killed", "node drained", "network cut")
 
 
 @pytest.mark.parametrize(
