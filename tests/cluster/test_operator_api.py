@@ -337,7 +337,8 @@ def test_who_took_a_pod_away_is_told(server: KubeCluster, everywhere: Path, tmp_
         wait_for("the JobSet", lambda: owned(server, "jobset", uid))
         for number, (reason, (fault, told)) in enumerate(faults.items()):
             node = f"gpu-{number}"
-            server.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}})
+            # The API server records who writes a node only if its first writer set something.
+            server.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node, "labels": {"pool": "gpus"}}})
             group = f"t{number}"  # no kubelet takes an evicted pod away
             with a_running_pod(server, uid, group, nodeName=node):
                 words = ("pods", *where, "-l", f"batch.kubernetes.io/job-name=demo-{group}-0")
