@@ -56,6 +56,7 @@ MAX_TOKENS = 2048
 PROMPT_TOKENS = 128
 LAG_PERIOD = 0.01
 DEADLINE = 1200.0
+START_SECONDS = 600.0
 T = TypeVar("T")
 
 
@@ -172,8 +173,8 @@ class Load:
                 stack.callback(_end, process, ours)
                 pipes.append(ours)
             for pipe in pipes:
-                if not pipe.poll(60):
-                    raise RuntimeError("the emulated servers did not start within 60 s")
+                if not pipe.poll(START_SECONDS):
+                    raise RuntimeError(f"the emulated servers did not start within {START_SECONDS:.0f} s")
                 ports += pipe.recv()
             yield ports
 
