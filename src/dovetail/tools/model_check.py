@@ -140,8 +140,7 @@ class _Copy:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         self.model: Any = model.eval()
         model.save_pretrained(self.folder)
-        generator = torch.Generator().manual_seed(1)
-        self.tokens = torch.randint(3, 96, (1, sum(_LENGTHS)), generator=generator)
+        self.tokens = _tokens()
         self.parts = self.tokens.split(_LENGTHS, 1)
 
     def stages(self, size: int, head: Any = "lm", folder: Path | None = None) -> list[PipelineStage]:
@@ -320,6 +319,11 @@ def _loss(logits: Tensor) -> Tensor:
     return logits.log_softmax(-1)[..., 7].sum()
 
 
+def _tokens() -> Tensor:
+    """The token ids that models are compared with, the same in each process, (1, sum of _LENGTHS)."""
+    return torch.randint(3, 96, (1, sum(_LENGTHS)), generator=torch.Generator().manual_seed(1))
+
+
 def _pass(stages: Sequence[PipelineStage], tokens: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
     hidden: Any = tokens
     for stage in stages:
@@ -350,7 +354,7 @@ def _rank(rank: int, copies: dict[Path, ModelFamily], answers: Path) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{answers}/meeting", rank=rank, world_size=2, timeout=_PATIENCE)
-    tokens = torch.randint(3, 96, (1, sum(_LENGTHS)), generator=torch.Generator().manual_seed(1))
+    tokens = _tokens()
     found: dict[str, str | None] = {}
     for folder, family in copies.items():
         found[str(folder)] = None

@@ -164,11 +164,13 @@ def demonstration(index: int, seed: int | str) -> tuple[str, str]:
     return text, _reply(rng, topic, asked, _care(rng))
 
 
-def preference(index: int, seed: int | str, noise: float = 0.02, margin: float = 0.3) -> Pair:
-    """The index-th pair of replies to a prompt. The better one is chosen. A fraction `noise` of the pairs is
-    mislabelled.
+NOISE, MARGIN = 0.02, 0.3
 
-    In one pair of four, two authors write the replies, whose quality differs by at least `margin`. In the other three,
+
+def preference(index: int, seed: int | str) -> Pair:
+    """The index-th pair of replies to a prompt. The better one is chosen. A fraction NOISE of the pairs is mislabelled.
+
+    In one pair of four, two authors write the replies, whose quality differs by at least MARGIN. In the other three,
     one reply is the other one with one more mistake, of a kind that policies make (`_mistaken`). Only such pairs teach
     a reward model that each property counts by itself (how many facts, about what, none twice), because careless
     authors do everything badly."""
@@ -178,7 +180,7 @@ def preference(index: int, seed: int | str, noise: float = 0.02, margin: float =
         while True:
             replies = [_reply(rng, topic, asked, _care(rng)) for _ in range(2)]
             worse, better = sorted(replies, key=lambda reply: quality(text, reply))
-            if quality(text, better) - quality(text, worse) >= margin:
+            if quality(text, better) - quality(text, worse) >= MARGIN:
                 break
     else:
         while True:
@@ -186,7 +188,7 @@ def preference(index: int, seed: int | str, noise: float = 0.02, margin: float =
             worse = _mistaken(rng, better, topic)
             if worse.strip() and quality(text, better) > quality(text, worse):
                 break
-    flipped = rng.random() < noise
+    flipped = rng.random() < NOISE
     return Pair(text, worse if flipped else better, better if flipped else worse, flipped)
 
 

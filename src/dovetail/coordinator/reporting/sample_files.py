@@ -92,9 +92,9 @@ def best_and_worst(rows: Sequence[Row]) -> list[tuple[str, Row]]:
     return [("best", best)] if best is worst else [("best", best), ("worst", worst)]
 
 
-def shortened(text: str, limit: int = SHOWN) -> str:
+def shortened(text: str) -> str:
     """The text, or its beginning and its end with `…` between them."""
-    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-(limit // 2) :]}"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-(SHOWN // 2) :]}"
 
 
 class SampleFiles:

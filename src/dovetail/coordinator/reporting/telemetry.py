@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,16 +177,10 @@ class MetricsHistory:
 
 class Status:
     """The document of GET /v1/status. `stages` has the job's stages, and `iterations` is the number of PPO iterations.
-    `predicted` is the predicted seconds of one iteration, or None. `clock` returns monotonic seconds."""
+    `predicted` is the predicted seconds of one iteration, or None."""
 
-    def __init__(
-        self,
-        stages: Sequence[Stage] = (),
-        iterations: int = 0,
-        predicted: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._stages, self._iterations, self._predicted, self._clock = list(stages), iterations, predicted, clock
+    def __init__(self, stages: Sequence[Stage] = (), iterations: int = 0, predicted: float | None = None) -> None:
+        self._stages, self._iterations, self._predicted = list(stages), iterations, predicted
         self._time_left = TimeLeft()
         self._fields: dict[str, Any] = {
             "state": "starting",
@@ -215,7 +209,7 @@ class Status:
         self._fields.update(fields)
         place = position(self._fields)
         if place is not None:
-            self._time_left.see(*place, self._clock())
+            self._time_left.see(*place, time.monotonic())
 
     def document(self, instances: dict[str, Any]) -> dict[str, Any]:
         return {**self._fields, **self._left(), "instances": instances}
@@ -225,7 +219,7 @@ class Status:
         place = position(self._fields)
         if place is None or self._fields["state"] != "running":
             return {"stage_seconds_left": None, "seconds_left": None}
-        left = self._time_left.left(self._clock())
+        left = self._time_left.left(time.monotonic())
         later = self._stages[self._stages.index(place[0]) + 1 :] if place[0] in self._stages else []
         whole = left
         if later:

@@ -85,7 +85,7 @@ class Evaluator:
 
     Facts: evaluation.prompts, evaluation.<metric>.before_ppo and .after_ppo, each {mean, ci95}. If the job runs SFT,
     there is also evaluation.<metric>.before_sft. With evaluations during PPO there is also evaluation.best {iteration,
-    metric, mean, ci95}. `clock` returns monotonic seconds."""
+    metric, mean, ci95}."""
 
     def __init__(
         self,
@@ -94,11 +94,9 @@ class Evaluator:
         metrics: Measures,
         answer: Answering,
         records: RunRecords,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec, self._seed = spec.evaluation, spec.seed
         self._make_prompts, self._metrics, self._answer, self._records = prompts, metrics, answer, records
-        self._clock = clock
         self._made: list[PromptRecord] | None = None
         self._settings = _settings(spec.evaluation)
 
@@ -138,7 +136,7 @@ class Evaluator:
             return None
         if (known := self._get(version)) is not None:
             return known
-        begun = self._clock()
+        begun = time.monotonic()
         self._open(version)
         answers = await self._answer(
             version, prompts, self._seeds(prompts), self._spec.temperature, self._metrics.rewarded
@@ -150,7 +148,7 @@ class Evaluator:
         if version == BEFORE_SFT:
             self._show_start(found)
         else:
-            self._show(found, answers, self._clock() - begun)
+            self._show(found, answers, time.monotonic() - begun)
         store.samples.forget(evaluation_slot(version))
         return found
 

@@ -100,7 +100,7 @@ def warmup(spec: RLHFJobSpec) -> int:
     return SEARCHES if layouts != "Auto" and layouts.actor.pp > 1 else WARMUP
 
 
-def calibration_jobs(job: RLHFJob, layers: int, iterations: int = ITERATIONS) -> list[RLHFJob]:
+def calibration_jobs(job: RLHFJob, layers: int) -> list[RLHFJob]:
     """The short jobs. Two have one rollout and one rank, in two sizes. One has two rollouts and two ranks, which share
     the machine. One has scorers with different models, and pipeline stages if the models have several `layers`."""
     ppo, longest = job.spec.ppo, job.spec.generation.max_tokens
@@ -129,7 +129,7 @@ def calibration_jobs(job: RLHFJob, layers: int, iterations: int = ITERATIONS) ->
     ]
     if mini % 2:
         shapes = shapes[:2]
-    return [variant(job, shape, iterations) for shape in shapes]
+    return [variant(job, shape) for shape in shapes]
 
 
 DEADLINE_SECONDS = 1800.0
