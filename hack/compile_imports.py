@@ -16,7 +16,6 @@ OTHERS = (
     "dovetail.launch.zygote",
     "dovetail.planner.make_plan",
     "tensorboard.summary",
-    "transformers.utils.chat_template_utils",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,21 +72,22 @@ def manifest(folder: Folder, settings: Settings, trainers: int = 2, rollouts: in
 
 @dataclass
 class CpuMeter:
-    """CPU seconds of this process's descendants, noted whenever the job has finished another iteration."""
+    """CPU and wall seconds of this process's descendants, noted whenever the job has finished another iteration."""
 
     history: Path
-    marks: list[float] = field(default_factory=list)
+    marks: list[tuple[float, float]] = field(default_factory=list)
+    begun: float = field(default_factory=time.monotonic)
 
     def __call__(self) -> None:
         lines = self.history.read_bytes().count(b"\n") if self.history.exists() else 0
         if lines >= len(self.marks):
-            self.marks.append(_cpu_seconds())
+            self.marks.append((_cpu_seconds(), time.monotonic() - self.begun))
 
     def of(self, iteration: int) -> float | None:
         """CPU seconds of an iteration (from 1), to the launcher's polling interval."""
         if iteration >= len(self.marks):
             return None
-        return self.marks[iteration] - self.marks[iteration - 1]
+        return self.marks[iteration][0] - self.marks[iteration - 1][0]
 
 
 def _cpu_seconds() -> float:
@@ -99,10 +101,10 @@ def _cpu_seconds() -> float:
     return total
 
 
-def run(job: RLHFJob, run_dir: Path) -> list[dict[str, float]]:
+def run(job: RLHFJob, run_dir: Path, meter: CpuMeter | None = None) -> list[dict[str, float]]:
     """Run a job; its rows as in `read_rows`. Raises RuntimeError if it fails."""
     told: list[str] = []
-    meter = CpuMeter(run_dir / "history.jsonl")
+    meter = meter or CpuMeter(run_dir / "history.jsonl")
     with Launcher(job, make_plan(job.spec), run_dir, tell=told.append) as launcher:
         outcome = launcher.run(meter)
     if not outcome.succeeded:

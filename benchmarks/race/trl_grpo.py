@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ class Recorder:
         self.steps.append(self._inputs | self._groups | weights)
 
 
-def run(base: Path, settings: dict[str, Any], seed: int, out: Path | None) -> Recorder:
+def run(base: Path, settings: dict[str, Any], seed: int, out: Path | None, callbacks: Sequence[Any] = ()) -> Recorder:
     """Train the model in `base` on its prompts.jsonl. The result goes to `out`; without it, steps are recorded."""
     records = [json.loads(line) for line in (base / "prompts.jsonl").read_text().splitlines()]
 
@@ -118,6 +119,7 @@ def run(base: Path, settings: dict[str, Any], seed: int, out: Path | None) -> Re
             args=config(settings, seed, folder),
             train_dataset=Dataset.from_list(records),
             processing_class=AutoTokenizer.from_pretrained(base),
+            callbacks=list(callbacks),
         )
         recorder = Recorder(trainer, steps=out is None)
         trainer.train()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from dovetail.coordinator.data.prepare import PromptRecord
-from dovetail.coordinator.data.text.texts import Texts
+from dovetail.coordinator.data.text.texts import FEW_TOKENS, Texts
 from dovetail.coordinator.loop.experience_maker import ExperienceAssembly, ExperienceMaker, IterationPrompts
 from dovetail.coordinator.samples.dispatch import Speeds
 from dovetail.coordinator.samples.in_flight import GenerationSettings, InFlight, Work
@@ -140,21 +140,24 @@ class Tokenizer:
         return "".join(map(str, tokens))
 
 
-def test_texts_are_decoded_in_another_thread_in_the_order_in_which_they_are_asked_for() -> None:
+@pytest.mark.parametrize(("length", "elsewhere"), [(FEW_TOKENS, False), (FEW_TOKENS + 1, True)])
+def test_long_texts_are_decoded_in_another_thread_in_the_order_in_which_they_are_asked_for(
+    length: int, elsewhere: bool
+) -> None:
     tokenizer, done = Tokenizer(), list[str]()
 
     async def main() -> None:
         texts = Texts(tokenizer)
 
         async def one(number: int) -> None:
-            done.append((await texts.later(np.array([number], np.int32))).text)
+            done.append((await texts.later(np.full(length, number, np.int32))).text)
 
         await asyncio.gather(*(one(number) for number in range(9)))
         texts.close()
 
     asyncio.run(main())
-    assert done == [str(number) for number in range(9)]
-    assert threading.get_ident() not in tokenizer.threads
+    assert done == [str(number) * length for number in range(9)]
+    assert (threading.get_ident() not in tokenizer.threads) == elsewhere
 
 
 def test_an_experience_with_steps_is_made_in_another_thread_with_the_same_bits(store: Store) -> None:

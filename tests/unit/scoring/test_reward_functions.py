@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from dovetail.coordinator.rewards.live import LiveFunction
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.samples.reward_stage import Joined, RewardFunctions, Rewards
 from dovetail.coordinator.samples.scoring import Finished, Scores
-from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, State
+from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RewardModel, RLHFJob
 from dovetail.planner.make_plan import make_plan
@@ -776,7 +776,7 @@ def rewards_of(store: Store, calls: Calls, joined: Joined) -> Rewards:
         1,
         records,
         PER_PROMPT,
-        joined.reward,
+        joined.rewards,
     )
 
 
@@ -788,6 +788,33 @@ async def settled(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(240):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+
+def test_the_scores_of_a_call_are_stored_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: list[list[Key]] = []
+
+    async def main(store: Store) -> None:
+        score = store.samples.score
+
+        def noted(rows: Iterable[ScoreRow]) -> int:
+            rows = list(rows)
+            stored.append([row.key for row in rows])
+            return score(rows)
+
+        monkeypatch.setattr(store.samples, "score", noted)
+        caller = Asked([("all", 1.0, "Group")])
+        caller.go.set()
+        calls = Calls(caller, 0, lambda *_, **__: None)
+        await calls.open()
+        joined = Joined(store.samples, critic_version=0)
+        joined.scores(scores(*ALL))
+        async with rewards_of(store, calls, joined) as rewards:
+            rewards.add(finished(store, *ALL))
+            await rewards.finish()
+
+    with iteration(tmp_path) as store:
+        asyncio.run(main(store))
+    assert sorted(stored) == [[Key(1, p, s) for s in range(PER_PROMPT)] for p in range(PROMPTS)]
 
 
 TWO = [("each", 1.0, "Sample"), ("all", 0.5, "Group")]

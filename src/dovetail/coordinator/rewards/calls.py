@@ -92,10 +92,13 @@ class Caller(Protocol):
     async def close(self) -> None: ...
 
 
-def fields_of(records: Sequence[PromptRecord], chosen: Sequence[PromptRecord]) -> dict[str, list[Any]]:
-    """The other fields of the records `chosen`, each as a list. These are all fields that any of `records` has. A
-    record without a field has None there."""
-    names = sorted(set().union(*(r.fields for r in records)))
+def field_names(records: Sequence[PromptRecord]) -> list[str]:
+    """The names of all fields that any of an iteration's records has. A call gets each of them."""
+    return sorted(set().union(*(r.fields for r in records)))
+
+
+def fields_of(names: Sequence[str], chosen: Sequence[PromptRecord]) -> dict[str, list[Any]]:
+    """The fields `names` of the records `chosen`, each as a list. A record without a field has None there."""
     return {name: [r.fields.get(name) for r in chosen] for name in names}
 
 
@@ -181,11 +184,11 @@ async def rehearse(calls: Calls, prepared: Prepared) -> None:
     count = prepared.spec.ppo.samples_per_prompt
     demonstrations = prepared.data.demonstrations
     known = [d.response for d in demonstrations.batch(1, 2 * PROMPTS)] if demonstrations is not None else RESPONSES
-    responses = cycle(known)
+    responses, names = cycle(known), field_names(everyone)
     for number, function in enumerate(functions):
         for record in records:
             size = count if function.needs == "Group" else 1
             given = list(islice(responses, size))
-            fields = fields_of(everyone, [record] * size)
+            fields = fields_of(names, [record] * size)
             call = Call(1, record.index, [record.text] * size, given, fields)
             await calls.rewards(number, call, rehearsal=True)

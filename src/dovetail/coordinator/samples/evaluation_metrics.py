@@ -10,7 +10,7 @@ from pathlib import Path
 from dovetail.coordinator.data import synthetic
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.prepare import PromptRecord
-from dovetail.coordinator.rewards.calls import Call, Calls, Function, evaluation_slot, fields_of
+from dovetail.coordinator.rewards.calls import Call, Calls, Function, evaluation_slot, field_names, fields_of
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.manifest.types import RewardFunction, RLHFJobSpec, metric_name
 
@@ -71,10 +71,11 @@ class EvaluationMetrics:
                         f"has no field {field!r} with the right answer; name the field in spec.evaluation.answerField"
                     )
         if self._calls is not None:
+            names = field_names(prompts)
             for number in range(len(await self._open(self._calls))):
                 for prompt in prompts[:REHEARSED_PROMPTS]:
                     answer = HeldOutAnswer(prompt, 0, REHEARSED, 0, None)
-                    call = _call(0, [answer] * self._spec.samples_per_prompt, prompts)
+                    call = _call(0, [answer] * self._spec.samples_per_prompt, names)
                     await self._calls.rewards(number, call, rehearsal=True)
 
     async def measure(self, version: int, answers: Sequence[HeldOutAnswer]) -> dict[str, list[float]]:
@@ -94,9 +95,9 @@ class EvaluationMetrics:
             groups: dict[int, list[HeldOutAnswer]] = {}
             for answer in answers:
                 groups.setdefault(answer.prompt.index, []).append(answer)
-            prompts = [group[0].prompt for group in groups.values()]
+            names = field_names([group[0].prompt for group in groups.values()])
             for number, function in enumerate(await self._open(self._calls)):
-                calls = [self._calls.rewards(number, _call(version, group, prompts)) for group in groups.values()]
+                calls = [self._calls.rewards(number, _call(version, group, names)) for group in groups.values()]
                 found[function.title] = [value for one in await asyncio.gather(*calls) for value in one.rewards]
         return {name: found[name] for name in self.names}
 
@@ -112,10 +113,11 @@ class EvaluationMetrics:
         return calls.functions
 
 
-def _call(version: int, answers: Sequence[HeldOutAnswer], everyone: Sequence[PromptRecord]) -> Call:
-    """The call for all answers to one prompt. An iteration below 1 stands for an evaluation (see `Call`)."""
+def _call(version: int, answers: Sequence[HeldOutAnswer], names: Sequence[str]) -> Call:
+    """The call for all answers to one prompt, with the fields `names`. An iteration below 1 stands for an evaluation
+    (see `Call`)."""
     prompt, texts = answers[0].prompt, [answer.text for answer in answers]
-    fields, raw = fields_of(everyone, [prompt] * len(texts)), [answer.raw or answer.text for answer in answers]
+    fields, raw = fields_of(names, [prompt] * len(texts)), [answer.raw or answer.text for answer in answers]
     return Call(evaluation_slot(version), prompt.index, [prompt.text] * len(texts), texts, fields, raw=raw)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.data.text.texts import ResponseText
-from dovetail.coordinator.rewards.calls import Call, Calls, fields_of
+from dovetail.coordinator.rewards.calls import Call, Calls, field_names, fields_of
 from dovetail.coordinator.samples.model_sets import InferenceOfSets
 from dovetail.coordinator.samples.scoring import Finished, Inference, Scores
 from dovetail.coordinator.samples.streams import Growing
@@ -35,7 +35,7 @@ class Rewards:
     result is stored at once, and a stored result is not requested again. So results do not depend on the timing of
     samples or on the number of workers.
 
-    `on_score` gets each sample's weighted sum. `check` and `finish` raise what it raised."""
+    `on_scores` gets the samples' weighted sums, those of a call at once. `check` and `finish` raise what it raised."""
 
     def __init__(
         self,
@@ -43,14 +43,14 @@ class Rewards:
         iteration: int,
         records: Sequence[PromptRecord],
         samples_per_prompt: int,
-        on_score: Callable[[Key, float], None],
+        on_scores: Callable[[Mapping[Key, float]], None],
         on_span: Callable[[Span], None] = lambda _: None,
     ) -> None:
         self._iteration = iteration
         self._calls, self._samples, self._text = functions.calls, functions.samples, functions.text
-        self._records = records
+        self._records, self._fields = records, field_names(records)
         self._per_prompt = samples_per_prompt
-        self._on_score, self._on_span = on_score, on_span
+        self._on_scores, self._on_span = on_scores, on_span
         self._known = self._samples.rewards(iteration)
         self._responses: dict[Key, asyncio.Future[ResponseText]] = {}
         self._groups: dict[int, list[Key]] = {}
@@ -73,6 +73,7 @@ class Rewards:
 
     def add(self, finished: Iterable[Finished]) -> None:
         """Add samples to be rewarded."""
+        known = []
         for sample in finished:
             key = sample.key
             if not self._whole(key):
@@ -88,7 +89,8 @@ class Rewards:
                 elif len(group) == self._per_prompt:
                     self._ask(number, sorted(group))
             if self._whole(key):
-                self._settle(key)
+                known.append(key)
+        self._settle(known)
 
     def check(self) -> None:
         """Raise what a call or `on_score` has raised."""
@@ -122,7 +124,7 @@ class Rewards:
                 keys[0].prompt,
                 [record.text] * len(keys),
                 [each.text for each in said],
-                fields_of(self._records, [record] * len(keys)),
+                fields_of(self._fields, [record] * len(keys)),
                 keys[0].sample if len(keys) == 1 and self._per_prompt > 1 else None,
                 [each.raw for each in said],
             )
@@ -142,16 +144,17 @@ class Rewards:
             )
             for key, reward in zip(keys, answer.rewards, strict=True):
                 self._known.setdefault(key, {})[function.title] = reward
-                if self._whole(key):
-                    self._settle(key)
+            self._settle([key for key in keys if self._whole(key)])
         except Exception as error:
             self._error = self._error or error
             self._done.set()
 
-    def _settle(self, key: Key) -> None:
-        known = self._known[key]
-        self._on_score(key, math.fsum(f.weight * known[f.title] for f in self._calls.functions))
-        self._left -= 1
+    def _settle(self, keys: Sequence[Key]) -> None:
+        if not keys:
+            return
+        functions = self._calls.functions
+        self._on_scores({key: math.fsum(f.weight * self._known[key][f.title] for f in functions) for key in keys})
+        self._left -= len(keys)
         if not self._left:
             self._done.set()
 
@@ -169,12 +172,14 @@ class Joined:
         self._scores.update((s.key, s) for s in scores)
         self._store(s.key for s in scores)
 
-    def reward(self, key: Key, reward: float) -> None:
-        self._rewards[key] = reward
-        self._store([key])
+    def rewards(self, rewards: Mapping[Key, float]) -> None:
+        self._rewards.update(rewards)
+        self._store(rewards)
 
     def _store(self, keys: Iterable[Key]) -> None:
         both = [key for key in keys if key in self._scores and key in self._rewards]
+        if not both:
+            return
         rows = [(self._scores.pop(key), self._rewards.pop(key)) for key in both]
         self._samples.score(ScoreRow(s.key, s.ref_logprobs, s.values, r, self._version) for s, r in rows)
 

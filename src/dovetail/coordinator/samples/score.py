@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dovetail.coordinator.data.prepare import Prepared, PromptRecord
 from dovetail.coordinator.data.text.texts import Texts
@@ -71,7 +71,7 @@ class Score:
             iteration,
             prompts,
             ppo.samples_per_prompt,
-            joined.reward,
+            joined.rewards,
             lambda span: timeline.add([span]),
         )
         return WithRewards(InferenceOfSets(self._scorers.model_sets, inference_of, joined.scores), rewards)
@@ -83,8 +83,8 @@ class Score:
         finished = [Finished(s.key, s.prompt_tokens, s.tokens) for s in self._samples.samples(slot, State.GENERATED)]
         await self.open()
 
-        def keep(key: Key, reward: float | None) -> None:
-            self._samples.score([ScoreRow(key, None, None, reward)])
+        def keep(rewards: Mapping[Key, float | None]) -> None:
+            self._samples.score(ScoreRow(key, None, None, reward) for key, reward in rewards.items())
 
         if self._functions is not None:
             prompts = self._prepared.for_rewards(records)
@@ -95,8 +95,7 @@ class Score:
         models = next(models for models in self._scorers.model_sets if REWARD_MODEL in models)
 
         def collect(scores: list[Scores]) -> None:
-            for one in scores:
-                keep(one.key, one.score)
+            keep({one.key: one.score for one in scores})
 
         pool = self._scorers.pool(models, 0 if version == BEFORE_SFT else version, lambda _: True)
         async with Inference(pool, (REWARD_MODEL,), collect) as inference:

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from dovetail.coordinator.data.text.tokenizer import listed_ends
 
 _SAID = "an answer"
+# A response of this many tokens is decoded in less time than a thread needs to be woken.
+FEW_TOKENS = 128
 
 
 class ResponseText(NamedTuple):
@@ -37,7 +39,7 @@ class Texts:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts")
 
     def of(self, tokens: NDArray[np.int32] | Sequence[int]) -> ResponseText:
-        """The text of the token ids (R,). Call it in a thread."""
+        """The text of the token ids (R,). Call it in a thread if there are many."""
         ids = np.asarray(tokens, np.int32).tolist()
         kept = len(ids)
         for place in range(len(ids) - 1, -1, -1):
@@ -45,10 +47,13 @@ class Texts:
                 kept = place
             elif not self._is_blank(ids[place]):
                 break
-        return ResponseText(self.decode(ids[:kept]), self.decode(ids))
+        raw = self.decode(ids)
+        return ResponseText(raw if kept == len(ids) else self.decode(ids[:kept]), raw)
 
     async def later(self, tokens: NDArray[np.int32]) -> ResponseText:
-        """The same, computed in a thread while the event loop goes on."""
+        """The same. More than `FEW_TOKENS` are decoded in a thread while the event loop goes on."""
+        if len(tokens) <= FEW_TOKENS:
+            return self.of(tokens)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.of, tokens)
 
     def close(self) -> None:
