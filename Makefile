@@ -136,7 +136,7 @@ bench-gae: install ## Advantage estimation against the plain recursion
 bench-weights: install ## Weight transfer against a raw broadcast
 	$(BIN)/python benchmarks/bench_weights.py
 
-bench-e2e: install ## PPO iterations against TRL
+bench-e2e: install ## Whole GRPO runs beside TRL, in CPU seconds
 	$(BIN)/python benchmarks/bench_e2e.py
 
 bench-race: install ## GRPO beside TRL: the same steps, and three small tasks

@@ -14,10 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +77,39 @@ def run_ours(base: Path, settings: dict[str, Any], work: Path) -> Marks:
     return meter.marks[1:]
 
 
-def summarise(marks: list[Marks], settings: dict[str, Any]) -> dict[str, float]:
-    """Medians over runs. `marks`: of each run, CPU and wall seconds when each iteration had ended."""
-    batch, further = settings["prompts"] * settings["samples"], settings["iterations"] - 1
+@dataclass(frozen=True)
+class Run:
+    """`cpu` and `wall`: seconds of the whole run, with its end. `marks`: those when each iteration had ended."""
 
-    def median(of: Any) -> float:
-        return round(statistics.median(of(run) for run in marks), 3)
+    cpu: float
+    wall: float
+    marks: Marks
+
+
+def measured(run: Callable[..., Marks], *arguments: Any) -> Run:
+    """Run a system. Its processes are children of this one, or children of these."""
+
+    def cpu() -> float:
+        used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(each.ru_utime + each.ru_stime for each in used)
+
+    before, begun = cpu(), time.monotonic()
+    marks = run(*arguments)
+    return Run(cpu() - before, time.monotonic() - begun, marks)
+
+
+def summarise(runs: list[Run], settings: dict[str, Any]) -> dict[str, float]:
+    """Medians over runs. A run may end before the mark of its last iteration was taken."""
+    batch = settings["prompts"] * settings["samples"]
+
+    def further(marks: Marks) -> float:
+        return 1000 * (marks[-1][0] - marks[0][0]) / (batch * (len(marks) - 1))
 
     return {
-        "cpu_seconds": median(lambda run: run[-1][0]),
-        "start_up_cpu_seconds": median(lambda run: run[0][0]),
-        "cpu_ms_a_sample": median(lambda run: 1000 * (run[-1][0] - run[0][0]) / (batch * further)),
-        "wall_seconds": median(lambda run: run[-1][1]),
+        "cpu_seconds": round(statistics.median(run.cpu for run in runs), 3),
+        "start_up_cpu_seconds": round(statistics.median(run.marks[0][0] for run in runs), 3),
+        "cpu_ms_a_sample": round(statistics.median(further(run.marks) for run in runs), 3),
+        "wall_seconds": round(statistics.median(run.wall for run in runs), 3),
     }
 
 
@@ -115,11 +140,12 @@ def main(argv: list[str] | None = None) -> int:
         work = Path(temporary)
         make_base(work / "base")
         for case in options.cases:
-            marks: dict[str, list[Marks]] = {name: [] for name in systems}
+            runs: dict[str, list[Run]] = {name: [] for name in systems}
             for number in range(options.rounds):
                 for name, run in systems.items():
-                    marks[name].append(run(work / "base", CASES[case], work / f"{case}-{name}-{number}"))
-            for name, found in marks.items():
+                    place = work / f"{case}-{name}-{number}"
+                    runs[name].append(measured(run, work / "base", CASES[case], place))
+            for name, found in runs.items():
                 lines.append({"measurement": "e2e", "case": case, "system": name} | summarise(found, CASES[case]))
     show(lines)
     text = "".join(json.dumps(line) + "\n" for line in lines)
