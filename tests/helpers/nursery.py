@@ -198,7 +198,7 @@ def _become(request: dict[str, Any], parent: int, log: int, kept: int) -> NoRetu
 
 
 # What a coordinator imports, and trainers of some jobs, beside what is preloaded for users' jobs.
-IMPORTS = ("dovetail.coordinator.main", "datasets", "numba", "tensorboard.summary")
+IMPORTS = ("dovetail.coordinator.main", "anyio._backends._asyncio", "datasets", "numba", "tensorboard.summary")
 
 
 def import_for_jobs() -> None:

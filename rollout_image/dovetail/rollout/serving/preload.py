@@ -57,7 +57,6 @@ SERVING = (
     "dovetail.rollout.serving.token_check",
     "dovetail.rollout.serving.vllm_server",
     "dovetail.rollout.weights_vllm",
-    "anyio._backends._asyncio",
     "fastapi.staticfiles",
     "setproctitle",
     "uvloop",
