@@ -318,7 +318,6 @@ def run_out_of_memory(server: KubeCluster, pod: str, node: str) -> None:
     server.kubectl(*words, "-p", json.dumps({"status": status}))
 
 
-@pytest.mark.nightly  # PodGC takes a minute
 def test_who_took_a_pod_away_is_told(server: KubeCluster, everywhere: Path, tmp_path: Path) -> None:
     faults: dict[str, tuple[Callable[[str, str], Any], str]] = {
         "EvictionByEvictionAPI": (partial(evict, server), "which was cordoned by kubectl"),
