@@ -16,7 +16,7 @@ from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_shape import Head
 from dovetail.models.config import ModelError, is_tied, without_dropout
 from dovetail.models.layers.expert_routing import replays
-from dovetail.models.layers.packing import Layout, Packing, Past
+from dovetail.models.layers.packing import LayerCalls, Packing, Past
 from dovetail.models.layers.predictions import Predicted, Predictions, Vocabulary, predict
 from dovetail.protocol.plan import stages_at
 from dovetail.protocol.weights import LayoutError, layer_range
@@ -191,7 +191,7 @@ class PipelineStage(nn.Module):
         if lengths is None:
             longest = inputs.shape[1]
             positions = torch.arange(longest, device=device).unsqueeze(0)
-            layout = Layout([positions], {})
+            layout = LayerCalls([positions], {})
         else:
             packing = Packing(lengths, prefixes, device, pasts)
             longest, positions = packing.longest, packing.positions.unsqueeze(0)

@@ -30,7 +30,7 @@ class Block(NamedTuple):
     before: Tensor | None
 
 
-class Layout(NamedTuple):
+class LayerCalls(NamedTuple):
     """Says how layers get the tokens of a pass (1, total, ...). If `places` is None, a layer gets them in one call, as
     they are. Otherwise it is called once for each entry of `places`, (B, T) int64, with rows of these tokens. A row is
     a sequence with its prefix; padding on the right repeats its last token. `order` (total,) int64 is the place of each
@@ -151,11 +151,11 @@ class Packing:
         parts = [s if p is None else torch.cat([spans[p], s]) for p, s in zip(prefixes, spans, strict=True)]
         return self._moved(torch.cat(parts)), self.key_starts
 
-    def packed(self) -> Layout:
+    def packed(self) -> LayerCalls:
         """The layout for layers that know where sequences begin."""
-        return Layout([self.positions.unsqueeze(0)], {"packing": self})
+        return LayerCalls([self.positions.unsqueeze(0)], {"packing": self})
 
-    def rows(self, together: bool) -> Layout:
+    def rows(self, together: bool) -> LayerCalls:
         """The layout for layers that would take packed sequences for one. Sequences are rows of one call if `together`.
         Otherwise each has a call, and its outputs do not depend on the others to the last bit. Raises ValueError if a
         sequence continues a KV cache."""
@@ -176,7 +176,7 @@ class Packing:
             width += rows.numel()
             places.append(self._moved(rows))
         positions = [torch.arange(rows.shape[1], device=self.device).unsqueeze(0) for rows in places]
-        return Layout(positions, {}, places, self._moved(torch.cat(order)))
+        return LayerCalls(positions, {}, places, self._moved(torch.cat(order)))
 
     @cached_property
     def blocks(self) -> tuple[list[Block], Tensor]:
