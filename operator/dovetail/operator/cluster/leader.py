@@ -80,7 +80,7 @@ class Lock(LeaseLock):
                     await self.hand_over()
 
 
-class Held(Exception):
+class LedByAnother(Exception):
     """Another release serves all namespaces."""
 
 
@@ -92,8 +92,8 @@ class Claim(Lock):
         super().__init__(CLAIM, CLAIM_NAMESPACE, identity, api, attempted)
 
     def rival(self, identity: str) -> None:
-        """Raises Held."""
-        raise Held(
+        """Raises LedByAnother."""
+        raise LedByAnother(
             f"the operator in namespace {identity} serves all namespaces, and this one would undo its work: uninstall "
             f"one of the two releases, or name the `namespaces` of each (lease {CLAIM_NAMESPACE}/{CLAIM})"
         )
@@ -155,7 +155,7 @@ class Election:
 
 async def lead(lock: Lock, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Wait for the lease, run `work`, and return when the lease is lost. `work` always ends before another replica may
-    take the lease, even if the API server fails or this call is cancelled. Raises what `work` raises, and Held."""
+    take the lease, even if the API server fails or this call is cancelled. Raises what `work` raises, and LedByAnother."""
     election = Election(lock)
     await election.win()
     working, renewing = asyncio.create_task(work()), asyncio.create_task(election.renew())

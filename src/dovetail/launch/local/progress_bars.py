@@ -64,7 +64,7 @@ def roughly(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-class News:
+class RunNews:
     """Says what is new in status documents: a message, an evaluation, and each verdict on iterations when it begins and
     when it ends."""
 
@@ -157,7 +157,7 @@ class Bars:
             )
         self._message = self._progress.add_task("starting", total=None, metrics="", left="", start=False, visible=False)
         self._current: Stage | None = None
-        self._news = News()
+        self._news = RunNews()
 
     def __enter__(self) -> Bars:
         self._progress.start()
@@ -247,7 +247,7 @@ class Lines:
         self._clock = clock
         self._shown: tuple[Stage, int, int] | None = None
         self._shown_at = 0.0
-        self._news = News()
+        self._news = RunNews()
 
     def __enter__(self) -> Lines:
         self.tell("starting the coordinator, trainers, vLLM servers and scorers")
