@@ -155,7 +155,8 @@ class Election:
 
 async def lead(lock: Lock, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Wait for the lease, run `work`, and return when the lease is lost. `work` always ends before another replica may
-    take the lease, even if the API server fails or this call is cancelled. Raises what `work` raises, and LedByAnother."""
+    take the lease, even if the API server fails or this call is cancelled. Raises LedByAnother, and what `work`
+    raises."""
     election = Election(lock)
     await election.win()
     working, renewing = asyncio.create_task(work()), asyncio.create_task(election.renew())
