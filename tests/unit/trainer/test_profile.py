@@ -21,6 +21,7 @@ from dovetail.pipelines import FAMILIES, ProblemError, family_instance
 from dovetail.protocol.files.machine_profile import LinkTimes, ModelTimes, PassTimes, Profile
 from dovetail.protocol.messages import ModelRef, StageTimes
 from dovetail.trainer.profile import measure_link, measure_model
+from helpers.two_cores import MACHINE
 
 CONFIG = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "pad_token_id": 0}
 FAMILY = {
@@ -181,6 +182,16 @@ def test_a_file_that_is_no_profile_is_refused(text, sentence, tmp_path):
     assert result.exit_code == 2
     assert sentence in result.output
     assert len(result.output.strip().splitlines()) == 1
+
+
+def test_an_older_file_keeps_its_times(tmp_path):
+    written = profile(actor=model()).model_copy(update={"machine": MACHINE})
+    document = json.loads(written.model_dump_json(by_alias=True))
+    scoring = document["machine"]["scoring"]
+    scoring["chunk"] = scoring.pop("batch")
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(document))
+    assert read_profile(path) == written
 
 
 def test_without_a_profile_the_times_must_be_given():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from dovetail.manifest.base import Model, PositiveInt
 from dovetail.manifest.model_shape import Head
@@ -63,7 +63,10 @@ class ScoringCosts(Model):
     """The costs of a scorer that has the machine to itself."""
 
     begin: Seconds = Field(description="Of the phase, once nothing is left to generate.")
-    batch: Seconds = Field(description="Samples scored together, whatever the models.")
+    batch: Seconds = Field(
+        validation_alias=AliasChoices("batch", "chunk"),  # older files say chunk
+        description="Samples scored together, whatever the models.",
+    )
     token: dict[str, Seconds] = Field(description="Of prompt or response, by model.")
     cores: float = Field(gt=0)
 
