@@ -120,21 +120,23 @@ def _step(models: Sequence[_Trained], family: str, relative: Floats, now: float)
     share, positions = models[0].share, max(model.share.pp for model in models)
     copies = share.dp // (positions // share.pp)
     dealt = [deal(relative, model.share, model.step) for model in models]
+    names = tuple(model.name for model in models)
     end, bars = now, list[Bar]()
     for copy in range(copies):
         lengths = [np.array(ranks[copy::copies]) for ranks in dealt]
-        schedule = _schedule(tuple(model.step for model in models), lengths, family)
+        schedule = _schedule(names, tuple(model.step for model in models), lengths, family)
         end = max(end, now + schedule.makespan)
         for p in schedule.passes():
             name, group = f"{p.model} {p.kind}{p.micro_batch}", p.rank * copies + copy
             bars += _bars(share, range(group * share.tp, (group + 1) * share.tp), name, now + p.start, now + p.end)
     stepped = end + sum(model.step.fixed for model in models)
-    return stepped, bars + _bars(share, range(share.gpus), "optimizer", end, stepped)
+    stepping = "optimizer" if len(names) > 1 else f"{names[0]} step"
+    return stepped, bars + _bars(share, range(share.gpus), stepping, end, stepped)
 
 
-def _problem(steps: Sequence[StepTimes], lengths: Sequence[Floats]) -> ScheduleProblem:
+def _problem(names: Sequence[str], steps: Sequence[StepTimes], lengths: Sequence[Floats]) -> ScheduleProblem:
     models = []
-    for name, step, relative in zip(("actor", "critic"), steps, lengths, strict=False):
+    for name, step, relative in zip(names, steps, lengths, strict=True):
         each = np.maximum(relative, 1e-3)[:, None, :]
         pipelines, count = relative.shape
         shape = (pipelines, step.stages, count)
@@ -151,18 +153,20 @@ def _problem(steps: Sequence[StepTimes], lengths: Sequence[Floats]) -> ScheduleP
     return ScheduleProblem(tuple(models), max(step.hop for step in steps))
 
 
-def _schedule(steps: tuple[StepTimes, ...], lengths: Sequence[Floats], name: str) -> Schedule:
+def _schedule(names: tuple[str, ...], steps: tuple[StepTimes, ...], lengths: Sequence[Floats], name: str) -> Schedule:
     family = family_of(name)
-    instance = family_instance(_problem(steps, lengths), family)
+    instance = family_instance(_problem(names, steps, lengths), family)
     if family.fixed:
         return evaluate(instance, fixed_orders(instance, family), family.name)
-    return evaluate(instance, _orders(steps, tuple(each.shape for each in lengths), family.name), family.name)
+    return evaluate(instance, _orders(names, steps, tuple(each.shape for each in lengths), family.name), family.name)
 
 
 @lru_cache(maxsize=64)
-def _orders(steps: tuple[StepTimes, ...], shapes: tuple[tuple[int, ...], ...], family: str) -> Ints:
+def _orders(
+    names: tuple[str, ...], steps: tuple[StepTimes, ...], shapes: tuple[tuple[int, ...], ...], family: str
+) -> Ints:
     """The order of passes that the search finds for micro-batches of equal length."""
-    return find(_problem(steps, [np.ones(shape) for shape in shapes]), family_of(family), EFFORT).orders
+    return find(_problem(names, steps, [np.ones(shape) for shape in shapes]), family_of(family), EFFORT).orders
 
 
 def _bars(share: Share, gpus: range, name: str, start: float, end: float) -> list[Bar]:

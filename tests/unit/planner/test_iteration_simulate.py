@@ -140,6 +140,15 @@ def test_trains_every_micro_batch_once() -> None:
     assert sorted(n for n in first if n != "optimizer") == sorted(wanted)
 
 
+def test_models_that_train_apart_are_drawn_by_their_names() -> None:
+    work, candidate = workload(64), separated()
+    played = simulate(candidate, work, INVENTORY, np.full(64, 128), np.full(64, 100))
+    for model, share in (("actor", candidate.actor_training[0]), ("critic", candidate.critic_training[0])):
+        drawn = {b.name for b in played.bars if b.lane == "trainer" and b.pool == share.pool and b.gpu in share.range}
+        assert f"{model} step" in drawn
+        assert {name.split()[0] for name in drawn} == {model}
+
+
 def test_a_seed_gives_the_same_iterations() -> None:
     once, again, other = (
         [each.seconds for each in simulate_many(separated(), workload(64), 3, seed)] for seed in (4, 4, 5)
