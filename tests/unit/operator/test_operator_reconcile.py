@@ -253,6 +253,22 @@ def test_a_job_that_waits_in_a_queue_may_be_given_another(key):
     assert cluster.objects["JobSet", "demo"]["metadata"]["labels"][key] == "other"
 
 
+@pytest.mark.parametrize("key", [names.QUEUE_LABEL, names.PRIORITY_LABEL])
+def test_a_queue_that_the_cluster_chose_is_kept(key):
+    """Kueue labels JobSets that name no queue where the namespace has one of the name `default`."""
+    cluster = a_cluster()
+    cluster.queueing = True
+    cluster.reconcile()
+    jobset = cluster.objects["JobSet", "demo"]
+    jobset["metadata"]["labels"][key] = "default"
+    cluster.settle()
+    assert cluster.objects["JobSet", "demo"] is jobset, "it was made anew, which would go on for ever"
+    assert cluster.condition("Suspended")["reason"] == "WaitingForQuota"
+    jobset["spec"]["suspend"] = False
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+
+
 def test_surplus_rollouts_start_after_the_coordinator_and_follow_the_spec():
     cluster = a_cluster()
     cluster.reconcile()

@@ -529,11 +529,13 @@ class _Reconciler:
 
     def _moved(self, jobset: Object) -> bool:
         """Whether the user gave the job another queue or priority while it waits in a queue. A job that runs keeps its
-        place until it is suspended."""
+        place until it is suspended. A label that the user did not set may be Kueue's own: it puts every JobSet without
+        a queue into the namespace's queue `default`, if there is one."""
         if not jobset["spec"].get("suspend") or _was_sent(self._seen.document):
             return False
         wanted = self._context.queueing()
-        return any(label(jobset, key) != wanted.get(key, "") for key in (names.QUEUE_LABEL, names.PRIORITY_LABEL))
+        keys = (names.QUEUE_LABEL, names.PRIORITY_LABEL)
+        return any(key in wanted and label(jobset, key) != wanted[key] for key in keys)
 
     def _surplus(self) -> tuple[list[Object], list[Ref]]:
         """The surplus rollouts to create and to delete. They start once the coordinator runs, so that they take no GPU
