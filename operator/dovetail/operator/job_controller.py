@@ -409,7 +409,7 @@ class Controller:
                     log("object.created", job=job, object=name, reason="the job needs it")
                 elif there["metadata"].get("resourceVersion") != reply["metadata"]["resourceVersion"]:
                     log("object.changed", job=job, object=name, reason="it is not as the manifest says")
-                    if self._drift.corrected(reply, self._now()):
+                    if self._drift.corrected(thing, reply, self._now()):
                         told = "others change it again and again, so it is corrected more and more seldom"
                         log("object.contested", level="warning", job=job, object=name, reason=told)
                 else:

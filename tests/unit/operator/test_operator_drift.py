@@ -27,11 +27,21 @@ class Watched:
             thing["metadata"] |= {"uid": uid, "resourceVersion": "1", "generation": 1}
         job = read_job(self.document)
         self.planned = job, make_plan(job.spec)
-        self.settings, self.drift = OperatorSettings(), Drift()
+        self.settings, self.drift, self.leaving = OperatorSettings(), Drift(), {}
 
     def result(self, now):
         children = Children(copy.deepcopy(self.objects))
-        return reconcile(Seen(self.document, self.planned, children, None, self.settings, {}, self.drift), now)
+        seen = Seen(self.document, self.planned, children, None, self.settings, {}, self.drift, leaving=self.leaving)
+        return reconcile(seen, now)
+
+    def write(self, thing, now):
+        """The operator changes an object. Returns whether others are said to change it, too."""
+        there = self.objects[thing["kind"], thing["metadata"]["name"]]
+        metadata = {key: there["metadata"][key] for key in ("uid", "resourceVersion", "generation")}
+        changed = copy.deepcopy(thing)
+        changed["metadata"] |= {key: f"{value}+" if key != "uid" else value for key, value in metadata.items()}
+        self.objects[thing["kind"], thing["metadata"]["name"]] = changed
+        return self.drift.corrected(thing, changed, now)
 
     def look(self, now=START):
         return [(thing["kind"], thing["metadata"]["name"]) for thing in self.result(now).apply]
@@ -131,12 +141,40 @@ def test_a_quarrel_about_an_object_slows_down_and_is_forgotten():
         result = job.result(now)
         wait = timedelta(seconds=1.0 if result.apply else result.requeue)
         if result.apply:
-            job.drift.corrected(service, now)
+            job.drift.corrected(result.apply[0], service, now)
             waits.append(timedelta())
         waits[-1] += wait
         now += wait
     assert [wait.total_seconds() for wait in waits] == [1, 1, 8, 16, 32, 64, 128, 256, 512, 600, 600, 1]
     now += timedelta(hours=1)
     for _ in range(2):
-        assert job.look(now) == [("Service", "demo-coordinator")], "an edit now and then is no quarrel"
-        job.drift.corrected(service, now)
+        result = job.result(now)
+        assert [thing["kind"] for thing in result.apply] == ["Service"], "an edit now and then is no quarrel"
+        job.drift.corrected(result.apply[0], service, now)
+
+
+def test_drains_in_a_row_are_no_quarrel_about_the_budget():
+    """The operator lifts the budget where all nodes of a job are drained. Drains must not wait for that."""
+    job, now = Watched(), START
+    for (kind, _), pod in job.objects.items():
+        if kind == "Pod":
+            pod["spec"] = {"nodeName": "node"}
+    for drain in range(6):
+        for leaving in ({"node": "was cordoned"}, {}):
+            job.leaving = leaving
+            result = job.result(now)
+            assert [thing["kind"] for thing in result.apply] == ["PodDisruptionBudget"], f"drain {drain} waits"
+            assert not job.write(result.apply[0], now)
+            assert job.look(now) == []
+            now += timedelta(seconds=30)
+
+
+def test_pods_that_come_and_go_are_no_quarrel_about_the_policy():
+    job, now = Watched(), START
+    pod = next(thing for (kind, _), thing in job.objects.items() if kind == "Pod")
+    for number in range(6):
+        pod["metadata"]["uid"] = f"pod-{number}"
+        result = job.result(now)
+        assert [thing["kind"] for thing in result.apply] == ["NetworkPolicy"], f"pod {number} is not protected yet"
+        assert not job.write(result.apply[0], now)
+        now += timedelta(seconds=30)

@@ -78,8 +78,8 @@ class Drift:
 
     _seen: dict[str, tuple[Look, frozenset[str], bool]] = field(default_factory=dict)
     _settled: dict[str, tuple[str, str]] = field(default_factory=dict)  # version and digest, by the object's uid
-    # How often an object was corrected in a row, and when it was last, by its uid.
-    _corrected: dict[str, tuple[int, datetime]] = field(default_factory=dict)
+    # How often an object was corrected in a row, when it was last, and the digest of what was wanted, by its uid.
+    _corrected: dict[str, tuple[int, datetime, str]] = field(default_factory=dict)
 
     def settle(self, wanted: Mapping[str, Any], there: Mapping[str, Any]) -> None:
         """Remember that applying `wanted` to `there` changed nothing. Others may add items to some lists, such as the
@@ -94,19 +94,21 @@ class Drift:
         version = there["metadata"].get("resourceVersion")
         return known is not None and known[0] == version and known[1] == digest(wanted)
 
-    def corrected(self, there: Mapping[str, Any], now: datetime) -> bool:
-        """Remember that the object was corrected. Returns whether others change it again and again."""
-        times, last = self._corrected.pop(str(there["metadata"]["uid"]), (0, now))
+    def corrected(self, wanted: Mapping[str, Any], there: Mapping[str, Any], now: datetime) -> bool:
+        """Remember that the object was corrected. Returns whether others change it again and again. The operator's own
+        changes do not count, such as those of a budget with each drain."""
+        uid, asked = str(there["metadata"]["uid"]), digest(wanted)
+        times, last, before = self._corrected.pop(uid, (0, now, asked))
         while len(self._corrected) >= REMEMBERED:
             self._corrected.pop(next(iter(self._corrected)))
-        times = times + 1 if now - last <= 2 * LONGEST_PAUSE else 1
-        self._corrected[str(there["metadata"]["uid"])] = times, now
+        times = times + 1 if asked == before and now - last <= 2 * LONGEST_PAUSE else 1
+        self._corrected[uid] = times, now, asked
         return times >= AT_ONCE
 
-    def pause(self, there: Mapping[str, Any], now: datetime) -> float:
+    def pause(self, wanted: Mapping[str, Any], there: Mapping[str, Any], now: datetime) -> float:
         """The seconds until the object may be corrected again."""
-        times, last = self._corrected.get(str(there["metadata"].get("uid")), (0, now))
-        if times < AT_ONCE:
+        times, last, before = self._corrected.get(str(there["metadata"].get("uid")), (0, now, ""))
+        if times < AT_ONCE or digest(wanted) != before:
             return 0.0
         pause = min(LONGEST_PAUSE, timedelta(seconds=2.0 ** min(times, 16)))
         return max(0.0, (last + pause - now).total_seconds())

@@ -486,7 +486,7 @@ class _Reconciler:
             if there is None:
                 found += [thing] if pods or kind not in WITH_PODS else []
             elif not fixed and not matches(thing, there) and not self._seen.drift.settled(thing, there):
-                if (pause := self._seen.drift.pause(there, self._now)) > 0:
+                if (pause := self._seen.drift.pause(thing, there, self._now)) > 0:
                     self._requeue.append(pause)
                     contested = True
                 else:
