@@ -72,7 +72,7 @@ async def run(settings: OperatorSettings) -> int:
         await _operate(settings, Client(api, gang=POD_GROUPS.get(settings.gang)), metrics, health, on_signals)
 
     lock = Lock(LEASE, settings.namespace, settings.identity, api, seen)
-    claim = Claim(settings.namespace, api, seen)
+    claim = Claim(lock, api, seen)
 
     async def claimed() -> None:
         await lead(claim, work)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
@@ -10,6 +11,7 @@ from kubernetes.aio import client
 from dovetail.operator.cluster import leader
 
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/system/leases/dovetail-leader"
+CLAIM = "/apis/coordination.k8s.io/v1/namespaces/default/leases/dovetail-all-namespaces"
 
 
 class Server:
@@ -239,3 +241,40 @@ def test_a_follower_whose_clock_is_set_takes_the_lease_of_a_dead_leader_when_it_
             await runner.cleanup()
 
     assert asyncio.run(test()) >= 3
+
+
+@asynccontextmanager
+async def served(**servers):
+    """An API server with the two leases `lease` and `claim`."""
+    app = web.Application()
+    for name, path in {"lease": LEASE, "claim": CLAIM}.items():
+        app.router.add_route("*", path, servers[name].answer)
+        app.router.add_post(path.rpartition("/")[0], servers[name].answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        settings = client.Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}")
+        async with client.ApiClient(settings) as api, asyncio.timeout(120):
+            yield api
+    finally:
+        await runner.cleanup()
+
+
+def test_a_standby_that_stops_leaves_the_claim_to_its_leader():
+    """Both have the claim's identity. Without its claim, the leader would stop, or another release would begin."""
+
+    async def test():
+        lease, claim = Server(), Server()
+        async with served(lease=lease, claim=claim) as api:
+            lock, standby = (leader.Lock(leader.LEASE, "system", name, api, lambda: None) for name in ("one", "two"))
+            mine, other = (leader.Claim(each, api, lambda: None) for each in (lock, standby))
+            assert await leader.Election(lock).hold()
+            assert await leader.Election(mine).hold()
+            await other.release()
+            assert claim.spec["holderIdentity"] == "system"
+            await mine.release()
+            assert claim.spec.get("holderIdentity") is None, "the next release may have it at once"
+            assert lease.spec["holderIdentity"] == "one"
+
+    asyncio.run(test())

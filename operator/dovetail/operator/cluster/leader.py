@@ -71,10 +71,14 @@ class Lock(LeaseLock):
     def rival(self, identity: str) -> None:
         """Called when another one that holds the lease is seen to renew it."""
 
+    async def held(self) -> bool:
+        """Whether the API server says that the lease is ours."""
+        there, record = await self.get(self.name, self.namespace)
+        return there and record is not None and bool(record.holder_identity == self.identity)
+
     async def release(self) -> None:
         """Give the lease up, if it is ours, so that the next replica leads at once."""
-        there, record = await self.get(self.name, self.namespace)
-        if there and record is not None and record.holder_identity == self.identity:
+        if await self.held():
             with contextlib.suppress(ApiException, *NO_ANSWER):
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await self.hand_over()
@@ -86,10 +90,17 @@ class LedByAnother(Exception):
 
 class Claim(Lock):
     """The claim of a release on all namespaces. Its identity is the release's namespace, because only the leader of a
-    release asks for it. Two releases that correct the same objects would never end, so the second one gives up."""
+    release, which holds `lock`, asks for it. Two releases that correct the same objects would never end, so the second
+    one gives up."""
 
-    def __init__(self, identity: str, api: ApiClient, attempted: Callable[[], None]) -> None:
-        super().__init__(CLAIM, CLAIM_NAMESPACE, identity, api, attempted)
+    def __init__(self, lock: Lock, api: ApiClient, attempted: Callable[[], None]) -> None:
+        super().__init__(CLAIM, CLAIM_NAMESPACE, lock.namespace, api, attempted)
+        self._lock = lock
+
+    async def held(self) -> bool:
+        """Also whether this replica leads its release. All replicas have the claim's identity. The claim is read first,
+        so that a leader who has come since has changed it, and it cannot be written any more."""
+        return await super().held() and await self._lock.held()
 
     def rival(self, identity: str) -> None:
         """Raises LedByAnother."""
