@@ -20,26 +20,33 @@ NO_ANSWER = (aiohttp.ClientError, OSError, TimeoutError)
 class LeaseLock(_LeaseLock):  # type: ignore[misc]
     """The lock of kubernetes 37.0.2 with two corrections. The package's `create` passes an argument that its own client
     refuses. Its `update` does not keep the answer. This class uses `api_instance`, `lease_reference` and
-    `update_lease`, which are not documented."""
+    `update_lease`, which are not documented. `refused` has the HTTP status with which the last write was refused."""
 
     lease_reference: Any
+    refused = 0
 
     async def create(self, name: str, namespace: str, election_record: LeaderElectionRecord) -> bool:
         body = V1Lease(metadata=V1ObjectMeta(name=name), spec=self.update_lease(election_record))
+        self.refused = 0
         try:
             await self.api_instance.create_namespaced_lease(namespace, body)
-        except (ApiException, *NO_ANSWER):
+        except ApiException as error:
+            self.refused = error.status
+            return False
+        except NO_ANSWER:
             return False
         return True
 
     async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
         """Keep the answer, which the package's own method does not. Otherwise the lease would have to be read before
         each update."""
+        self.refused = 0
         try:
             lease = self.lease_reference
             lease.spec = self.update_lease(updated_record, lease.spec)
             self.lease_reference = await self.api_instance.replace_namespaced_lease(name, namespace, lease)
-        except ApiException:
+        except ApiException as error:
+            self.refused = error.status
             return False
         return True
 

@@ -16,7 +16,7 @@ from dovetail.kube.connection import connect
 from dovetail.kube.resources import POD_GROUPS, RLHFJOB
 from dovetail.operator.cluster.client import Client, until_served
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
-from dovetail.operator.cluster.leader import LEASE, Claim, LedByAnother, Lock, lead
+from dovetail.operator.cluster.leader import LEASE, Claim, Lock, NoClaim, lead
 from dovetail.operator.handlers import watch_jobs
 from dovetail.operator.job_controller import Controller
 from dovetail.operator.log import log, log_libraries
@@ -84,7 +84,7 @@ async def run(settings: OperatorSettings) -> int:
         await asyncio.wait({leading, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if leading.done():
             error = leading.exception()
-            if isinstance(error, LedByAnother):
+            if isinstance(error, NoClaim):
                 log("leader.refused", level="error", error=str(error))
                 return BAD_CONFIGURATION
             said = f"{type(error).__name__}: {error}" if error is not None else "the lease could not be renewed"

@@ -16,10 +16,11 @@ CLAIM = "/apis/coordination.k8s.io/v1/namespaces/default/leases/dovetail-all-nam
 
 class Server:
     """An API server with one Lease. `hangs`: it takes requests, and does not answer. `there`: whether it has the
-    Lease."""
+    Lease. `refuses`: the methods that it answers with 403."""
 
-    def __init__(self, there=True):
+    def __init__(self, there=True, refuses=()):
         self.hangs = False
+        self.refuses = refuses
         self.asked = []
         self.there = there
         self.version = 1
@@ -29,6 +30,8 @@ class Server:
         self.asked.append(request.method)
         if self.hangs:
             await asyncio.sleep(600)
+        if request.method in self.refuses:
+            return web.json_response({"kind": "Status", "code": 403, "reason": "Forbidden"}, status=403)
         if request.method == "GET" and not self.there:
             return web.json_response({"kind": "Status", "code": 404, "reason": "NotFound"}, status=404)
         if request.method in ("PUT", "POST"):
@@ -276,5 +279,47 @@ def test_a_standby_that_stops_leaves_the_claim_to_its_leader():
             await mine.release()
             assert claim.spec.get("holderIdentity") is None, "the next release may have it at once"
             assert lease.spec["holderIdentity"] == "one"
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [Server(refuses=["GET"]), Server(refuses=["PUT"]), Server(there=False, refuses=["POST"])],
+    ids=["no right to read it", "no right to write it", "it is missing"],
+)
+def test_a_claim_that_cannot_be_had_ends_the_operator_with_a_sentence(monkeypatch, claim):
+    """As after an upgrade with `rbac.create: false`. The replica would do nothing, and be ready."""
+    monkeypatch.setattr(leader, "LEASE_SECONDS", 0)
+
+    async def test():
+        async with served(lease=Server(), claim=claim) as api:
+            lock = leader.Lock(leader.LEASE, "system", "one", api, lambda: None)
+            mine = leader.Claim(lock, api, lambda: None)
+            try:
+                await leader.lead(mine, lambda: asyncio.sleep(600))
+            finally:
+                await mine.release()
+
+    with pytest.raises(leader.NoClaim) as told:
+        asyncio.run(test())
+    for word in ("dovetail-all-namespaces", "namespace default", "`get` and `update`", "upgrade the release"):
+        assert word in str(told.value)
+
+
+def test_a_claim_that_is_made_or_granted_a_little_late_is_waited_for(monkeypatch):
+    """Helm makes Leases last, and API servers learn of new rights after a while."""
+    monkeypatch.setattr(leader, "RETRY_SECONDS", 0.01)
+
+    async def test():
+        claim = Server(refuses=["GET", "PUT"])
+        async with served(lease=Server(), claim=claim) as api:
+            lock = leader.Lock(leader.LEASE, "system", "one", api, lambda: None)
+            winning = asyncio.create_task(leader.Election(leader.Claim(lock, api, lambda: None)).win())
+            while len(claim.asked) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            claim.refuses = ()
+            await winning
+            assert claim.spec["holderIdentity"] == "system"
 
     asyncio.run(test())

@@ -84,8 +84,8 @@ class Lock(LeaseLock):
                     await self.hand_over()
 
 
-class LedByAnother(Exception):
-    """Another release serves all namespaces."""
+class NoClaim(Exception):
+    """The release cannot serve all namespaces. Another one does, or its claim cannot be read or written."""
 
 
 class Claim(Lock):
@@ -96,15 +96,42 @@ class Claim(Lock):
     def __init__(self, lock: Lock, api: ApiClient, attempted: Callable[[], None]) -> None:
         super().__init__(CLAIM, CLAIM_NAMESPACE, lock.namespace, api, attempted)
         self._lock = lock
+        self._since: float | None = None  # when the claim was first refused, in monotonic seconds
+
+    async def get(self, name: str, namespace: str) -> tuple[bool, Any]:
+        """Raises NoClaim."""
+        there, found = await super().get(name, namespace)
+        if not there and found.status == 403:  # a claim that is missing may yet be made
+            self._was_refused(403)
+        return there, found
+
+    async def _hold(self, writing: Coroutine[Any, Any, bool]) -> bool:
+        done = await super()._hold(writing)
+        if not done and self.refused in (403, 404):
+            self._was_refused(self.refused)
+        return done
+
+    def _was_refused(self, status: int) -> None:
+        """Raises NoClaim if this has lasted. An installation makes Leases and rights last."""
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        if now - max(self._since, self.renewed) >= LEASE_SECONDS:
+            raise NoClaim(
+                f"the API server refuses the Lease {CLAIM} of the namespace {CLAIM_NAMESPACE} with status {status}: if "
+                "it is missing, upgrade the release, which makes it; with `rbac.create: false`, let the operator's "
+                f"ServiceAccount `get` and `update` leases of this name in the namespace {CLAIM_NAMESPACE}"
+            )
 
     async def held(self) -> bool:
         """Also whether this replica leads its release. All replicas have the claim's identity. The claim is read first,
         so that a leader who has come since has changed it, and it cannot be written any more."""
-        return await super().held() and await self._lock.held()
+        with contextlib.suppress(NoClaim):  # a claim that cannot be read cannot be given up
+            return await super().held() and await self._lock.held()
+        return False
 
     def rival(self, identity: str) -> None:
-        """Raises LedByAnother."""
-        raise LedByAnother(
+        """Raises NoClaim."""
+        raise NoClaim(
             f"the operator in namespace {identity} serves all namespaces, and this one would undo its work: uninstall "
             f"one of the two releases, or name the `namespaces` of each (lease {CLAIM_NAMESPACE}/{CLAIM})"
         )
@@ -166,7 +193,7 @@ class Election:
 
 async def lead(lock: Lock, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Wait for the lease, run `work`, and return when the lease is lost. `work` always ends before another replica may
-    take the lease, even if the API server fails or this call is cancelled. Raises LedByAnother, and what `work`
+    take the lease, even if the API server fails or this call is cancelled. Raises NoClaim, and what `work`
     raises."""
     election = Election(lock)
     await election.win()
