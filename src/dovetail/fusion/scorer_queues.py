@@ -48,13 +48,33 @@ class ScoringPass(NamedTuple):
         return self.start + self.seconds
 
 
+Idle = tuple[float, int]
+"""Since when a scorer waits for samples, and its number. Of those that wait, the lowest takes the next batch."""
+
+
 class _Queue:
-    """The samples that the scorers of one queue share."""
+    """The samples that the scorers of one queue share, and the scorers that wait for them. `first`: the one that takes
+    the next batch."""
 
     def __init__(self, coming: Coming, scorers: int) -> None:
         self._coming, self._next, self._scorers = coming, 0, scorers
         self._ready: list[tuple[int, int]] = []  # a heap of (-tokens, sample)
         self._waiting = 0
+        self.first: Idle | None = None
+        self._behind: list[Idle] = []  # a heap
+
+    def wait(self, scorer: Idle) -> bool:
+        """Lets an idle scorer wait. Returns whether it is the first."""
+        if self.first is not None and self.first < scorer:
+            heapq.heappush(self._behind, scorer)
+            return False
+        self.first = scorer
+        return True
+
+    def follow(self) -> Idle | None:
+        """The next scorer that waits, once the first is gone. It is the first now."""
+        self.first = heapq.heappop(self._behind) if self._behind else None
+        return self.first
 
     def next(self) -> float:
         """When there is something to score. It is infinite if nothing is left, and 0 if something waits."""
@@ -82,19 +102,28 @@ def score(scorers: Sequence[SimulatedScorer[D]], coming: Coming, free: Mapping[D
     free and a part waits. `free`: when each device is free for the first time."""
     queues = {name: _Queue(coming, count) for name, count in Counter(s.queue for s in scorers).items()}
     free, passes = dict(free), list[ScoringPass]()
+    users = Counter(device for scorer in scorers for device in scorer.devices)
     heap = [(0.0, 0.0, i) for i in range(len(scorers))]
     while heap:
         due, since, i = heapq.heappop(heap)
-        scorer = scorers[i]
+        scorer, queue = scorers[i], queues[scorers[i].queue]
+        first = queue.first == (since, i)
+        if first:
+            queue.first = None
         since = max(since, scorer.begin, *(free[device] for device in scorer.devices))
-        start = max(since, queues[scorer.queue].next())
+        start = max(since, queue.next())
         if start == float("inf"):
             continue
         if start > due:
-            heapq.heappush(heap, (start, since, i))
+            # While a scorer waits, others may use the devices that it shares. So it needs an event of its own.
+            shares = any(users[device] > 1 for device in scorer.devices)
+            if start == since or shares or queue.wait((since, i)):
+                heapq.heappush(heap, (start, since, i))
             continue
-        busy, until = scorer.seconds(queues[scorer.queue].take(scorer, start))
+        busy, until = scorer.seconds(queue.take(scorer, start))
         passes.append(ScoringPass(i, start, busy, start + until))
         free.update(dict.fromkeys(scorer.devices, start + busy))
         heapq.heappush(heap, (start + busy, start + busy, i))
+        if first and (following := queue.follow()):
+            heapq.heappush(heap, (due, *following))
     return passes

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
 from dovetail.fusion.scorer_queues import SimulatedScorer, Together, score
 
 
@@ -34,3 +40,21 @@ def test_a_scorer_waits_for_its_first_sample_and_takes_the_longest_first() -> No
     passes = score([SimulatedScorer("", (0,), noted, least=10)], [(5.0, 2, 0), (5.0, 6, 1), (5.5, 1, 2)], {0: 0.0})
     assert [each.start for each in passes] == [5.0, 6.0]
     assert taken == [[(6, 1)], [(2, 0), (1, 2)]]
+
+
+def test_a_part_costs_the_same_however_many_scorers_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    popped = 0
+
+    def counted(heap: list[Any]) -> Any:
+        nonlocal popped
+        popped += 1
+        return heapq.heappop(heap)
+
+    counting = SimpleNamespace(heappop=counted, heappush=heapq.heappush)
+    monkeypatch.setattr("dovetail.fusion.scorer_queues.heapq", counting)
+    scorers = [SimulatedScorer("", (i,), seconds) for i in range(100)]
+    coming = [(2.0 * i, 1, i) for i in range(1000)]
+    passes = score(scorers, coming, dict.fromkeys(range(100), 0.0))
+    # They take turns: the one that is idle for the longest takes the next part.
+    assert [(each.scorer, each.start) for each in passes] == [(i % 100, 2.0 * i) for i in range(1000)]
+    assert popped < 5 * len(coming) + 3 * len(scorers)
