@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -21,7 +22,7 @@ from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import read_job
 from dovetail.operator.reconcile.children import Children, deleting, is_gone, is_true, sizes
-from dovetail.operator.reconcile.disruption import Disruption, disruption
+from dovetail.operator.reconcile.disruption import Disruption, Taking, disruption, source
 from dovetail.operator.reconcile.reconcile import PlanRefused, Reconciled, Seen, reconcile
 from dovetail.operator.reconcile.replan import Outlook, honoured, needs, resized, room
 from dovetail.operator.reconcile.rootcause import LostNode
@@ -77,7 +78,7 @@ class FakeCluster:
         self.pools: Pools | None = None
         self.nodes_refused = False
         self.ending: dict[str, datetime] = {}
-        self.leaving: dict[str, str] = {}
+        self.leaving: dict[str, Sequence[Taking]] = {}
         self.lost: dict[str, LostNode] = {}
         self.disrupted: dict[str, Disruption] = {}
         self.gone = False
@@ -104,8 +105,8 @@ class FakeCluster:
         for pod in self.pods():
             if (found := disruption(pod)) is not None:
                 known = self.disrupted.setdefault(pod["metadata"]["uid"], found)
-                source = known.source or self.leaving.get(known.node, "")
-                self.disrupted[pod["metadata"]["uid"]] = replace(known, source=source)
+                told = known.source or source(self.leaving.get(known.node, ()), known.tolerations)
+                self.disrupted[pod["metadata"]["uid"]] = replace(known, source=told)
         return list(self.disrupted.values())
 
     def _outlook(self, job: RLHFJob, plan: Plan) -> Outlook:

@@ -57,7 +57,7 @@ from dovetail.operator.reconcile.children import (
     sizes,
 )
 from dovetail.operator.reconcile.conditions import JobEvent, state, why_deleted
-from dovetail.operator.reconcile.disruption import Disruption, disruption
+from dovetail.operator.reconcile.disruption import Disruption, disruption, source
 from dovetail.operator.reconcile.drift import Drift
 from dovetail.operator.reconcile.history import JobHistory, history_config_map, last_row
 from dovetail.operator.reconcile.reconcile import (
@@ -330,7 +330,8 @@ class Controller:
         back."""
         found = self._disrupted.get(key, {})
         for uid, each in found.items():
-            found[uid] = replace(each, source=each.source or self._notices.leaving.get(each.node, ""))
+            told = source(self._notices.leaving.get(each.node, ()), each.tolerations)
+            found[uid] = replace(each, source=each.source or told)
         return list(found.values())
 
     def _outlook(self, key: Key, uid: str, planned: tuple[RLHFJob, Plan] | PlanRefused, children: Children) -> Outlook:

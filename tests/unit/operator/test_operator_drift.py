@@ -8,6 +8,7 @@ import pytest
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import read_job
 from dovetail.operator.reconcile.children import Children
+from dovetail.operator.reconcile.disruption import Taking
 from dovetail.operator.reconcile.drift import Drift
 from dovetail.operator.reconcile.reconcile import Seen, reconcile
 from dovetail.operator.render import objects
@@ -160,7 +161,7 @@ def test_drains_in_a_row_are_no_quarrel_about_the_budget():
         if kind == "Pod":
             pod["spec"] = {"nodeName": "node"}
     for drain in range(6):
-        for leaving in ({"node": "was cordoned"}, {}):
+        for leaving in ({"node": [Taking("was cordoned")]}, {}):
             job.leaving = leaving
             result = job.result(now)
             assert [thing["kind"] for thing in result.apply] == ["PodDisruptionBudget"], f"drain {drain} waits"

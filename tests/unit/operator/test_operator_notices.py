@@ -10,6 +10,7 @@ from dovetail.kube.resources import NODE
 from dovetail.operator.cluster.client import Client
 from dovetail.operator.cluster.notices import Notices
 from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.operator.reconcile.disruption import source
 from dovetail.operator.render import spot
 
 NOW = datetime(2026, 11, 23, 8, 0, 0, tzinfo=UTC)
@@ -132,7 +133,7 @@ def test_who_takes_a_node_is_told_as_long_as_it_does(notices):
     banned = node("b")
     banned["spec"]["taints"] = [{"key": "example.com/repair", "effect": "NoExecute"}]
     see(found, cordoned, banned, node("c", ITN), node("d", "nvidia.com/gpu"))
-    assert dict(found.leaving) == {
+    assert {name: source(takings) for name, takings in found.leaving.items()} == {
         "a": "was cordoned by kubectl",
         "b": "has the taint example.com/repair:NoExecute",
         "c": f"has the taint {ITN}:NoSchedule",

@@ -10,12 +10,16 @@ import pytest
 from dovetail.kube import names
 from dovetail.kube.owners import left_by
 from dovetail.manifest.describe.crd import crd
+from dovetail.operator.cluster.object_cache import trim
 from dovetail.operator.reconcile import progress
+from dovetail.operator.reconcile.disruption import Taking, takings
 from dovetail.operator.reconcile.progress import judged
 from dovetail.operator.reconcile.reconcile import PlanRefused, reconcile
 from dovetail.operator.reconcile.refusals import left_over
 from dovetail.protocol.process.process_names import COORDINATOR
 from helpers.fake_cluster import a_cluster, restarting, running
+
+CORDONED = [Taking("was cordoned by kubectl")]
 
 
 def kinds(things):
@@ -473,7 +477,7 @@ def test_a_disrupted_job_names_the_pod_the_node_and_who_drains_it():
     cluster = running(groups=groups)
     assert cluster.condition("Disrupted") == {}, "nothing to tell of a job that was never disturbed"
     pod = on_node(cluster, "train", "node-1")
-    cluster.leaving = {"node-1": "was cordoned by kubectl"}
+    cluster.leaving = {"node-1": CORDONED}
     cluster.end(pod, 143, disrupted=True)
     events = cluster.reconcile().events
     told = cluster.condition("Disrupted")
@@ -520,16 +524,43 @@ def wait_in_vain(cluster, pod, seconds):
     return cluster.reconcile()
 
 
+@pytest.mark.parametrize("told", ["other", "seconds", "key", "value", "all"])
+def test_a_taint_that_pods_tolerate_takes_none_of_them(told):
+    """Administrators keep nodes for some pods by a taint with NoExecute. These pods stay, and their budget holds."""
+    tolerations = {
+        "other": [{"key": "reserved", "value": "lab"}, {"key": "spot", "operator": "Exists"}],
+        "seconds": [{"key": "reserved", "operator": "Exists", "tolerationSeconds": 300}],
+        "key": [{"key": "reserved", "operator": "Exists", "effect": "NoExecute"}],
+        "value": [{"key": "reserved", "operator": "Equal", "value": "team"}],
+        "all": [{"operator": "Exists"}],
+    }[told]
+    node = {"metadata": {}, "spec": {"taints": [{"key": "reserved", "value": "team", "effect": "NoExecute"}]}}
+    cluster = running()
+    for pod in cluster.pods():
+        pod["spec"] = trim(pod | {"spec": {"nodeName": "node", "tolerations": tolerations}})["spec"]
+    before, stays = budget(cluster), told in ("key", "value", "all")
+    cluster.leaving = {"node": takings(node, frozenset())}
+    cluster.reconcile()
+    assert budget(cluster) == (before if stays else 0)
+    cluster.leaving = {"node": takings(node, frozenset({"reserved"}))}
+    cluster.reconcile()
+    assert budget(cluster) == 0, "nobody tolerates the end of a node"
+    cluster.leaving = {"node": takings(node, frozenset())}
+    cluster.end(cluster.pod("trainer"), 143, disrupted=True)
+    cluster.reconcile()
+    assert ("has the taint reserved:NoExecute" in cluster.condition("Disrupted")["message"]) is not stays
+
+
 def test_drains_of_all_nodes_in_turn_end():
     """All nodes of the job are cordoned first, so no pod finds another node, and none is waited for."""
     cluster = running()
     pods = [p for p in cluster.pods() if names.SURPLUS_LABEL not in p["metadata"]["labels"]]
     for number, pod in enumerate(cluster.pods()):
         pod["spec"] = {"nodeName": f"node-{number}"}
-    cluster.leaving = {f"node-{number}": "was cordoned by kubectl" for number in range(len(pods))}
+    cluster.leaving = {f"node-{number}": CORDONED for number in range(len(pods))}
     cluster.reconcile()
     assert budget(cluster) > 0, "a node is left"
-    cluster.leaving = {f"node-{number}": "was cordoned by kubectl" for number in range(len(cluster.pods()))}
+    cluster.leaving = {f"node-{number}": CORDONED for number in range(len(cluster.pods()))}
     cluster.reconcile()
     assert budget(cluster) == 0
     cluster.leaving = {}

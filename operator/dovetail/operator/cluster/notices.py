@@ -13,7 +13,7 @@ from dovetail.operator.cluster.child_watch import follow
 from dovetail.operator.cluster.client import Client, Object
 from dovetail.operator.log import log
 from dovetail.operator.reconcile.children import parse_time
-from dovetail.operator.reconcile.disruption import source
+from dovetail.operator.reconcile.disruption import Taking, source, takings
 from dovetail.operator.reconcile.rootcause import LostNode, lost_node
 
 
@@ -36,8 +36,8 @@ class Notices:
         self._ending: dict[str, datetime] = {}
         # The time of the notice, by node.
         self.ending = MappingProxyType(self._ending)
-        self._leaving: dict[str, str] = {}
-        # Who takes the node, by node whose pods leave (`disruption.source`).
+        self._leaving: dict[str, tuple[Taking, ...]] = {}
+        # What takes the pods, by node whose pods leave.
         self.leaving = MappingProxyType(self._leaving)
         self._lost: dict[str, LostNode] = {}
         # The problem, by node that is not ready.
@@ -74,13 +74,13 @@ class Notices:
             self._ending[name] = _tainted(thing) or self._now()
             log("node.notice", level="warning", node=name, taints=found)
             news = True
-        leaving = "" if deleted else source(thing, self._taints)
-        if leaving != (told := self._leaving.get(name, "")):
+        leaving = () if deleted else takings(thing, self._taints)
+        if leaving != (told := self._leaving.get(name, ())):
             self._leaving |= {name: leaving}
             if not leaving:
                 del self._leaving[name]
             elif not told and not found:
-                log("node.leaving", level="warning", node=name, problem=leaving)
+                log("node.leaving", level="warning", node=name, problem=source(leaving))
             news = True
         lost = None if deleted else lost_node(thing)
         if lost != (before := self._lost.get(name)):

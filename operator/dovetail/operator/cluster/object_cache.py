@@ -14,6 +14,7 @@ from dovetail.kube.owners import controller
 from dovetail.kube.resources import CONFIG_MAP, JOB, JOBSET, POD, POD_GROUP
 from dovetail.manifest.types import KIND
 from dovetail.operator.reconcile.children import Children, Object, Ref, is_true, label, managed_elsewhere
+from dovetail.operator.reconcile.disruption import lasting
 
 Key = tuple[str, str]  # namespace and name of an RLHFJob
 # The fields that are read of the most numerous objects of a job. JobSet repeats its labels as annotations, too.
@@ -168,6 +169,8 @@ def trim(thing: Object) -> Object:
         status["containerStatuses"] = [_only(c, _CONTAINER_STATUS) for c in status["containerStatuses"] or ()]
     spec = thing.get("spec") or {}
     spec = _sizes_only(spec) if kind == JOBSET.kind else _only(spec, ("nodeName",) if kind == POD.kind else ())
+    if kind == POD.kind and (tolerations := lasting(thing)):
+        spec["tolerations"] = tolerations
     return {"kind": kind, "metadata": kept, "spec": spec, "status": status}
 
 

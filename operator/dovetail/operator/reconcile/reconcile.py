@@ -37,7 +37,7 @@ from dovetail.operator.reconcile.children import (
     sizes,
 )
 from dovetail.operator.reconcile.conditions import Conditions, JobEvent
-from dovetail.operator.reconcile.disruption import Disruption, slot
+from dovetail.operator.reconcile.disruption import Disruption, Taking, lasting, slot, source
 from dovetail.operator.reconcile.drift import Drift, look_at
 from dovetail.operator.reconcile.plans import publish
 from dovetail.operator.reconcile.replan import Outlook
@@ -82,7 +82,7 @@ class Seen:
     reading and planning it. `children` has the objects that the job controls. `reported` is the coordinator's own
     status, if it answered. `mounts` has messages about volumes that pods wait for, by uid. `drift` is a memory that
     saves work, and slows quarrels with others down. `outlook` is the room on the nodes. `ending` has the nodes that
-    will end soon, with the time at which that was noticed. `leaving` has the nodes that lose their pods, and who takes
+    will end soon, with the time at which that was noticed. `leaving` has the nodes that lose their pods, and what takes
     them. `lost` has the nodes that are not ready. `disrupted` has the pods that the cluster ended."""
 
     document: Object
@@ -94,7 +94,7 @@ class Seen:
     drift: Drift = field(default_factory=Drift)
     outlook: Outlook = field(default_factory=Outlook)
     ending: Mapping[str, datetime] = field(default_factory=dict)
-    leaving: Mapping[str, str] = field(default_factory=dict)
+    leaving: Mapping[str, Sequence[Taking]] = field(default_factory=dict)
     lost: Mapping[str, rootcause.LostNode] = field(default_factory=dict)
     disrupted: Sequence[Disruption] = ()
 
@@ -500,8 +500,12 @@ class _Reconciler:
         """Whether drains take the job's pods one at a time. Nothing is left to protect if training stands, or if all
         nodes of the job are drained. A pod that finds no node would hold up the drains of other nodes for ever. `pods`
         has those that nodes run."""
-        nodes = {str(pod.get("spec", {}).get("nodeName")) for pod in live(pods)}
-        return self._whole(pods) and not nodes <= self._seen.leaving.keys() and not self._stranded()
+        return self._whole(pods) and not all(map(self._is_taken, live(pods))) and not self._stranded()
+
+    def _is_taken(self, pod: Object) -> bool:
+        """Whether the pod's node loses it."""
+        found = self._seen.leaving.get(str(pod.get("spec", {}).get("nodeName")), ())
+        return source(found, lasting(pod)) != ""
 
     def _stranded(self) -> list[Object]:
         """The pods that have waited for a node for longer than a new node takes to come."""
