@@ -8,6 +8,8 @@ import yaml
 
 from dovetail.manifest.checks.validation import ManifestError, load_manifest, parse_manifest, warnings
 from dovetail.manifest.documents import parse
+from dovetail.manifest.type_descriptions import named
+from dovetail.manifest.types import PPO, RLHFJob
 from helpers.manifests import FIELDS, GOOD, RULES, changed
 
 
@@ -122,6 +124,31 @@ def test_an_unknown_field_names_the_one_that_is_meant(field, value, said):
     with pytest.raises(ManifestError) as refused:
         parse(document)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [  # as TRL, verl and OpenRLHF spell them
+        ("per_device_train_batch_size", "spec.sft.microBatchSize"),
+        ("max_completion_length", "spec.generation.maxTokens"),
+        ("num_train_epochs", "spec.sft.epochs"),
+        ("init_kl_coef", "spec.ppo.kl.coef"),
+        ("cliprange", "spec.ppo.clip"),
+        ("save_steps", "spec.checkpoint.everySteps"),
+        ("train_batch_size", "spec.ppo.globalBatchSize"),
+        ("ppo_mini_batch_size", "spec.ppo.miniBatchSize"),
+        ("max_response_length", "spec.generation.maxTokens"),
+        ("total_epochs", "spec.sft.epochs"),
+        ("rollout_batch_size", "spec.ppo.globalBatchSize"),
+        ("lora_rank", "spec.models.actor.lora.rank"),
+    ],
+)
+def test_other_tools_names_lead_to_their_fields(name, path):
+    assert path in named(RLHFJob, name)
+
+
+def test_batch_size_means_the_global_one_where_no_field_has_this_name():
+    assert named(PPO, "batch_size") == ["globalBatchSize"]
 
 
 def test_a_function_may_be_written_as_its_file():
