@@ -157,8 +157,7 @@ class Packing:
 
     def rows(self, together: bool) -> LayerCalls:
         """The layout for layers that would take packed sequences for one. Sequences are rows of one call if `together`.
-        Otherwise each has a call, and its outputs do not depend on the others to the last bit. Raises ValueError if a
-        sequence continues a KV cache."""
+        Otherwise each has a call of its own. Raises ValueError if a sequence continues a KV cache."""
         if self.pasts is not None:
             raise ValueError("layers that compute sequences as rows cannot continue a KV cache")
         index, starts = (tensor.cpu() for tensor in self.keys)
