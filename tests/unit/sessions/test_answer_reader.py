@@ -101,6 +101,37 @@ def test_arguments_have_the_kinds_of_the_schema() -> None:
     assert functions(found) == [{"name": "weather", "arguments": {"city": "5", "days": 5, "exact": False}}]
 
 
+TAGGED = "<tool_call>\n<function=weather>\n{}\n</function>\n</tool_call><|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "opening"),
+    [
+        ("qwen3_6", "<parameter=city>"),
+        ("qwen3_6", "<parameter="),
+        ("qwen3_6", "<parameter=city>\n\n"),
+        ("glm4moe", "<arg_key>city</arg_key>\n<arg_value>"),
+        ("glm4moe", "<arg_key>"),
+    ],
+)
+def test_a_model_that_repeats_itself_is_read_at_once(name: str, opening: str) -> None:
+    text = TAGGED if name == "qwen3_6" else "<tool_call>weather\n{}</tool_call><|user|>"
+    with pytest.raises(WrongCall, match="an argument of weather has no name or no end"):
+        read(name, text.format(opening * 20_000))
+
+
+@pytest.mark.parametrize("name", ["qwen3_6", "glm4moe"])
+def test_white_space_without_end_is_read_at_once(name: str) -> None:
+    assert read(name, "No." + "\n" * 500_000 + "No.")["content"].strip("No.").isspace()
+
+
+def test_an_argument_may_say_what_opens_one() -> None:
+    text = "<parameter=city>\n<b> <parameter=days> 5\n</parameter>"
+    assert functions(read("qwen3_6", TAGGED.format(text))) == [
+        {"name": "weather", "arguments": {"city": "<b> <parameter=days> 5"}}
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

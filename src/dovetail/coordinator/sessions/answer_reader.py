@@ -22,6 +22,8 @@ _ARGUMENTS = dict(zip(_KEYS, _VALUES, strict=True))
 _SAID = "probed words"
 # How a call is made of what was found: the name before the arguments, and these.
 _NAMED = {"name": "{name}", "arguments": "{content}"}
+# No pattern below reads a text twice: a model that repeats itself writes thousands of openings.
+_NAME_OF_TOOL = r"(?P<name>[^\s<>\[\]{}|\"]+)"
 
 
 class Unreadable(ValueError):
@@ -65,6 +67,8 @@ class AnswerReader:
                 raise WrongCall("a call has no name")
             if not isinstance(function.get("arguments"), dict):
                 raise WrongCall(f"the arguments of {function['name']} are no object")
+            if "" in function["arguments"]:
+                raise WrongCall(f"an argument of {function['name']} has no name or no end")
         return {"content": "", **found}
 
 
@@ -178,7 +182,7 @@ def _named_call(text: str, over: str) -> dict[str, Any] | None:
         return None
     if arguments != _ARGUMENTS or not opened.strip() or not between.strip():
         return None
-    pattern = rf"{_spaced(opened)}(?P<name>.+?){_spaced(between)}"
+    pattern = rf"{re.escape(opened.strip())}\s*{_NAME_OF_TOOL}{_spaced(between)}"
     return {"open_pattern": pattern, "close_pattern": _closed(rest[end:], over), "content": "json", "is": _NAMED}
 
 
@@ -197,10 +201,12 @@ def _tagged_call(text: str, over: str) -> dict[str, Any] | None:
     if not ends or not starts:
         return None
     rest = closed.strip().removeprefix(ends)
-    tag = rf"{re.escape(starts)}(?P<key>.+?){_spaced(middle)}(?P<value>.*?)\s*{re.escape(ends)}"
+    opening, end = re.escape(starts), re.escape(ends)
+    # What has no name or no end is an argument without a name, which reaches to the end.
+    tag = rf"{opening}(?:(?P<key>[^\s<>]+){_spaced(middle)}(?P<value>.*?){end}|(?P<key>)(?P<value>.*))"
     head = before.strip().removesuffix(starts).strip()
     return {
-        "open_pattern": rf"{_spaced(opened)}(?P<name>[^\s<>\"]+){_spaced(head)}",
+        "open_pattern": rf"{re.escape(opened.strip())}\s*{_NAME_OF_TOOL}{_spaced(head)}",
         "close_pattern": _closed(rest, over),
         "content": "xml-inline",
         "content_args": {"tag_pattern": tag, "value_parser": {"name": "text"}},
