@@ -111,19 +111,19 @@ def score(scorers: Sequence[SimulatedScorer[D]], coming: Coming, free: Mapping[D
         if first:
             queue.first = None
         since = max(since, scorer.begin, *(free[device] for device in scorer.devices))
-        start = max(since, queue.next())
-        if start == float("inf"):
+        ready = max(since, queue.next())
+        if ready == float("inf"):
             continue
-        if start > due:
+        if ready > due:
             # While a scorer waits, others may use the devices that it shares. So it needs an event of its own.
             shares = any(users[device] > 1 for device in scorer.devices)
-            if start == since or shares or queue.wait((since, i)):
-                heapq.heappush(heap, (start, since, i))
+            if ready == since or shares or queue.wait((since, i)):
+                heapq.heappush(heap, (ready, since, i))
             continue
-        busy, until = scorer.seconds(queue.take(scorer, start))
-        passes.append(ScoringPass(i, start, busy, start + until))
-        free.update(dict.fromkeys(scorer.devices, start + busy))
-        heapq.heappush(heap, (start + busy, start + busy, i))
+        busy, until = scorer.seconds(queue.take(scorer, due))
+        passes.append(ScoringPass(i, due, busy, due + until))
+        free.update(dict.fromkeys(scorer.devices, due + busy))
+        heapq.heappush(heap, (due + busy, due + busy, i))
         if first and (following := queue.follow()):
             heapq.heappush(heap, (due, *following))
     return passes

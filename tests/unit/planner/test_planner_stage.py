@@ -42,6 +42,13 @@ def test_a_scorer_waits_for_its_first_sample_and_takes_the_longest_first() -> No
     assert taken == [[(6, 1)], [(2, 0), (1, 2)]]
 
 
+def test_no_sample_is_scored_before_it_is_generated() -> None:
+    """Several samples end at once, and several scorers wait for them since different times."""
+    scorers = [SimulatedScorer("", (i,), seconds, rows=1) for i in range(3)]
+    passes = score(scorers, [(5.0, 2, 0), (5.0, 6, 1), (5.0, 1, 2)], {0: 0.0, 1: 1.0, 2: 2.0})
+    assert passes == [(0, 5.0, 6.0, 12.0), (1, 5.0, 2.0, 8.0), (2, 5.0, 1.0, 7.0)]
+
+
 def test_a_part_costs_the_same_however_many_scorers_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     popped = 0
 
