@@ -23,6 +23,10 @@ def read(name: str, text: str, before: str = "") -> dict[str, Any]:
     return reader_of(f"trl: {name}").read_text(before, text, TOOLS)
 
 
+def called(city: str) -> str:
+    return f'<tool_call>\n{{"name": "weather", "arguments": {{"city": {city}}}}}\n</tool_call>'
+
+
 def functions(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [call["function"] for call in message.get("tool_calls", [])]
 
@@ -147,6 +151,12 @@ def test_an_argument_may_say_what_opens_one() -> None:
         ),
         ('<tool_call>\n["weather"]\n</tool_call>', "the call cannot be read"),
         ("<tool_call>\n", "the call cannot be read"),
+        (called("[" * 70 + "]" * 70), "the call has more than 64 objects and lists in each other"),
+        (called('{"a":' * 70 + "1" + "}" * 70), "the call has more than 64 objects and lists in each other"),
+        (called("[" * 100_000), "the call has more than 64 objects and lists in each other"),
+        (called(r'"\ud800"'), "the call has half of a character"),
+        (called('"Bern"').replace("city", r"\udfff"), "the call has half of a character"),
+        (called('"Bern"').replace("weather", r"\udfff"), "the call has half of a character"),
     ],
 )
 def test_a_wrong_call_is_told_to_the_model(text: str, why: str) -> None:

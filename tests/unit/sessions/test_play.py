@@ -13,11 +13,12 @@ import pytest
 from dovetail.coordinator.data.text.chat_template import chat_format
 from dovetail.coordinator.sessions.answer_reader import AnswerReader
 from dovetail.coordinator.sessions.bridge import Bridge
-from dovetail.coordinator.sessions.effects import Failed
+from dovetail.coordinator.sessions.effects import Failed, ToolCall, observe
 from dovetail.coordinator.sessions.play import Ending, Played, Player, SampledTurn
 from dovetail.coordinator.sessions.python_environment import EnvironmentClass
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
+from dovetail.coordinator.store.tool_calls import CallKey
 from helpers.chat_templates import byte_tokens, said, shipped, with_ends
 
 SAMPLE = Key(1, 0, 0)
@@ -182,6 +183,35 @@ def test_what_the_environment_does_wrong_is_not_the_models(tmp_path: Path) -> No
         Coordinator(tmp_path, [guess(7)]).live(secret=0)
     with pytest.raises(Failed, match=r"^tests:Guess.reset raised TypeError: .*'secret'"):
         ENVIRONMENT.begin({})
+
+
+class Halves:
+    """Its texts have halves of characters, as `os.listdir` gives them for names that are no UTF-8."""
+
+    def reset(self, begins: bool) -> str:
+        return "file\udcff" if begins else ""
+
+    def listing(self, raises: bool) -> str:
+        """List the files.
+
+        Args:
+            raises: Whether it fails.
+        """
+        if raises:
+            raise ValueError("file\udcff")
+        return "file\udcff"
+
+
+def test_a_text_that_cannot_be_stored_is_the_environments_failure(tmp_path: Path) -> None:
+    halves = EnvironmentClass(Halves, "m:C")
+    with pytest.raises(Failed, match=r"^m:C.reset answered with half of a character .* decode bytes with"):
+        halves.begin({"begins": True})
+    store = Store(tmp_path)
+    for n, raises in enumerate((True, False)):
+        call = ToolCall(CallKey(*SAMPLE, 0, 0, n), "listing", {"raises": raises})
+        with pytest.raises(Failed, match=r"^m:C.listing answered with half of a character"):
+            asyncio.run(observe(store.tool_calls, call, halves.begin({"begins": False}), False))
+    store.close()
 
 
 class NoReset:

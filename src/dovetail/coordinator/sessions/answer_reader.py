@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -22,6 +22,9 @@ _ARGUMENTS = dict(zip(_KEYS, _VALUES, strict=True))
 _SAID = "probed words"
 # How a call is made of what was found: the name before the arguments, and these.
 _NAMED = {"name": "{name}", "arguments": "{content}"}
+# How deep the objects and lists of a call may be in each other.
+_DEPTH = 64
+_TOO_DEEP = f"the call has more than {_DEPTH} objects and lists in each other"
 # No pattern below reads a text twice: a model that repeats itself writes thousands of openings.
 _NAME_OF_TOOL = r"(?P<name>[^\s<>\[\]{}|\"]+)"
 
@@ -59,10 +62,14 @@ class AnswerReader:
         """The message in `text`, the answer to the prompt `before`. Raises WrongCall."""
         try:
             found = self.tokenizer.parse_response(text, self.template, prefix=before, tools=list(tools))
+        except RecursionError as error:
+            raise WrongCall(_TOO_DEEP) from error
         except (ValueError, KeyError) as error:
             raise WrongCall(f"the call cannot be read: {str(error).splitlines()[0]}") from error
         for call in found.get("tool_calls", []):
             function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict):
+                _check_storable(function)
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise WrongCall("a call has no name")
             if not isinstance(function.get("arguments"), dict):
@@ -70,6 +77,20 @@ class AnswerReader:
             if "" in function["arguments"]:
                 raise WrongCall(f"an argument of {function['name']} has no name or no end")
         return {"content": "", **found}
+
+
+def _check_storable(function: Mapping[str, Any]) -> None:
+    """Raises WrongCall for what others cannot write again: the store, the chat template, and the environment."""
+    level: list[Any] = [function]
+    for _ in range(_DEPTH):
+        level = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
+        level = [each for each in level if isinstance(each, dict | list)]
+    if level:
+        raise WrongCall(_TOO_DEEP)
+    try:
+        json.dumps(function, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise WrongCall("the call has half of a character (a lone surrogate)") from error
 
 
 def _derived(tokenizer: Any, chat: ChatFormat) -> dict[str, Any]:

@@ -55,7 +55,8 @@ class EnvironmentClass:
             raise _failed(f"{self._name}.reset", error) from error
         if observation is not None and not isinstance(observation, str):
             raise Failed(f"{self._name}.reset returned {type(observation).__name__}; return a text or None")
-        return PythonEpisode(state, observation or "", {tool["function"]["name"] for tool in self.tools}, self._name)
+        told = _told(f"{self._name}.reset", observation or "")
+        return PythonEpisode(state, told, {tool["function"]["name"] for tool in self.tools}, self._name)
 
 
 class PythonEpisode:
@@ -79,11 +80,12 @@ class PythonEpisode:
             found = method(**call.arguments)
             if inspect.isawaitable(found):
                 found = await found
+            text = str(found)
         except ValueError as error:
-            return f"error: {error}"
+            text = f"error: {error}"
         except Exception as error:
             raise _failed(f"{self._name}.{call.name}", error) from error
-        return found if isinstance(found, str) else str(found)
+        return _told(f"{self._name}.{call.name}", text)
 
     async def recall(self, call: ToolCall) -> str:
         """Raises NotMade: this object is new, and nobody has called it."""
@@ -112,6 +114,17 @@ def vars_of(made: type) -> dict[str, Any]:
     for each in reversed(made.__mro__[:-1]):
         found |= {name: value for name, value in vars(each).items() if inspect.isfunction(value)}
     return found
+
+
+def _told(what: str, text: str) -> str:
+    """The text that a method answered. Raises Failed if it cannot be stored."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Failed(
+            f"{what} answered with half of a character (a lone surrogate); decode bytes with errors='replace'"
+        ) from error
+    return text
 
 
 def _failed(what: str, error: Exception) -> Failed:
