@@ -159,6 +159,16 @@ def test_a_resumed_episode_is_the_same(tmp_path: Path, dies: str) -> None:
             ["error: guess: missing a required argument: 'number'"],
         ),
         (
+            [guess("many"), guess([3]), guess(None), guess("3"), "No.<|im_end|>"],
+            Ending.ANSWERED,
+            [
+                "error: guess: number: Input should be a valid integer, unable to parse string as an integer",
+                "error: guess: number: Input should be a valid integer",
+                "error: guess: number: Input should be a valid integer",
+                "higher",
+            ],
+        ),
+        (
             [guess(3).replace('"guess"', '"_unseen"'), guess(3).replace('"guess"', '"reset"'), "No.<|im_end|>"],
             Ending.ANSWERED,
             [
@@ -228,6 +238,44 @@ class NoTypes(NoTool):
         return str(number)
 
 
+class NoJson(NoTool):
+    def guess(self, number: Path | Store) -> str:
+        """Guess.
+
+        Args:
+            number: The guess.
+        """
+        return str(number)
+
+
+class Bag(NoTool):
+    def put(self, counts: dict[str, list[int]], at: tuple[int, int] = (0, 0), tag: str | None = None) -> str:
+        """Put things into the bag.
+
+        Args:
+            counts: How many.
+            at: Where.
+            tag: A name.
+        """
+        return f"{counts} {at} {tag}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"counts": {"a": [1, 2]}, "at": [3, 4]}, "{'a': [1, 2]} (3, 4) None"),
+        ({"counts": {}, "tag": None}, "{} (0, 0) None"),
+        ({"counts": {"a": [1, "b"]}}, "error: put: counts['a'][1]: Input should be a valid integer, unable to parse"),
+        ({"counts": {}, "at": [3]}, "error: put: at[1]: Field required"),
+        ({"counts": {}, "tag": 5}, "error: put: tag: Input should be a valid string"),
+    ],
+)
+def test_arguments_have_the_types_of_the_method(arguments: dict[str, Any], told: str) -> None:
+    begun = EnvironmentClass(Bag, "m:C").begin({})
+    call = ToolCall(CallKey(*SAMPLE, 0, 0, 0), "put", arguments)
+    assert asyncio.run(begun.make(call)).startswith(told)
+
+
 class NoNumber(NoTool):
     def get_reward(self) -> float:
         return float("nan")
@@ -243,6 +291,7 @@ class NoNumber(NoTool):
         (NoReset, "must be a class with a method reset"),
         (len, "must be a class with a method reset"),
         (NoTool, "has no public method besides reset and get_reward"),
+        (NoJson, r"the argument number of m:C.guess has the type .*, which cannot be read from JSON; take a type that"),
         (NoTypes, "the method guess of m:C is a tool, but its schema cannot be made: .*; give each argument a type"),
     ],
 )

@@ -5,7 +5,8 @@
         def guess(self, number: int) -> str:      # a tool: typed arguments, and a docstring that describes them
         def get_reward(self) -> float:            # optional
 
-A tool may raise ValueError: the call was wrong, and the model is told so. Any other error is a failure of the
+Arguments are converted to the types of the method, as pydantic does it. If that cannot be, the model is told so. A tool
+may raise ValueError: the call was wrong, and the model is told so, too. Any other error is a failure of the
 environment. After a death, the calls of an episode are made again on a new object, in their order. So a tool must
 change nothing but its object."""
 
@@ -13,10 +14,15 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from dovetail.coordinator.sessions.effects import Failed, NotMade, ToolCall
+
+# The types of a method's arguments, by their names.
+_Types = Mapping[str, TypeAdapter[Any]]
 
 # The methods of an environment that are no tools.
 _OWN = ("reset", "get_reward")
@@ -36,6 +42,7 @@ class EnvironmentClass:
         if not methods:
             raise ValueError(f"{name} has no public method besides reset and get_reward, so it has no tool")
         self.tools: list[Mapping[str, Any]] = []
+        self._types: dict[str, _Types] = {}
         for key, method in methods.items():
             try:
                 self.tools.append(get_json_schema(method))
@@ -45,6 +52,7 @@ class EnvironmentClass:
                     f"the method {key} of {name} is a tool, but its schema cannot be made: {what}; give each argument "
                     "a type, and describe the method and each argument in its docstring (Args:)"
                 ) from error
+            self._types[key] = _types(method, f"{name}.{key}")
 
     def begin(self, record: Mapping[str, Any]) -> PythonEpisode:
         """A new object of the class, which begins an episode with the fields of a prompt record. Raises Failed."""
@@ -56,14 +64,14 @@ class EnvironmentClass:
         if observation is not None and not isinstance(observation, str):
             raise Failed(f"{self._name}.reset returned {type(observation).__name__}; return a text or None")
         told = _told(f"{self._name}.reset", observation or "")
-        return PythonEpisode(state, told, {tool["function"]["name"] for tool in self.tools}, self._name)
+        return PythonEpisode(state, told, self._types, self._name)
 
 
 class PythonEpisode:
     """One object of the user's class: a ToolEnvironment whose state ends with its process. `observation` is what the
-    episode begins with."""
+    episode begins with. `tools` has the types of each tool's arguments."""
 
-    def __init__(self, state: Any, observation: str, tools: set[str], name: str) -> None:
+    def __init__(self, state: Any, observation: str, tools: Mapping[str, _Types], name: str) -> None:
         self.observation = observation
         self._state, self._tools, self._name = state, tools, name
 
@@ -74,10 +82,11 @@ class PythonEpisode:
         method = getattr(self._state, call.name)
         try:
             inspect.signature(method).bind(**call.arguments)
-        except TypeError as error:
-            return f"error: {call.name}: {error}"
+            arguments = _converted(call.arguments, self._tools[call.name])
+        except (TypeError, ValueError) as error:
+            return _told(f"{self._name}.{call.name}", f"error: {call.name}: {error}")
         try:
-            found = method(**call.arguments)
+            found = method(**arguments)
             if inspect.isawaitable(found):
                 found = await found
             text = str(found)
@@ -113,6 +122,35 @@ def vars_of(made: type) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for each in reversed(made.__mro__[:-1]):
         found |= {name: value for name, value in vars(each).items() if inspect.isfunction(value)}
+    return found
+
+
+def _types(method: Callable[..., Any], name: str) -> _Types:
+    """Raises ValueError, which names the argument, for a type that JSON cannot give."""
+    found = {}
+    for argument, kind in get_type_hints(method, include_extras=True).items():
+        if argument == "return":
+            continue
+        try:
+            found[argument] = TypeAdapter(kind)
+        except PydanticUserError as error:
+            raise ValueError(
+                f"the argument {argument} of {name} has the type {kind}, which cannot be read from JSON; take a type "
+                "that pydantic knows"
+            ) from error
+    return found
+
+
+def _converted(arguments: Mapping[str, Any], types: _Types) -> dict[str, Any]:
+    """The arguments in the types of the method. Raises ValueError with one sentence for the model."""
+    found = dict(arguments)
+    for name in filter(arguments.__contains__, types):
+        try:
+            found[name] = types[name].validate_python(arguments[name])
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            where = "".join(f"[{part!r}]" for part in first["loc"])
+            raise ValueError(f"{name}{where}: {first['msg']}") from None
     return found
 
 
