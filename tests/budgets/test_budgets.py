@@ -10,12 +10,27 @@ import os
 import resource
 import subprocess
 import sys
+import time
+from array import array
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import yaml
 
+from dovetail.coordinator.samples import requests
+from dovetail.coordinator.samples.drawing import DrawingFollower
+from dovetail.coordinator.samples.generator import Generator
+from dovetail.coordinator.samples.in_flight import GenerationSettings
+from dovetail.coordinator.store.samples import NewSample
+from dovetail.coordinator.store.store import Store
+from dovetail.coordinator.workers.fleet import Fleet
+from dovetail.manifest.types import Generation
+from dovetail.protocol.messages import Register
+from dovetail.protocol.sample_stream import Row, pack_rows, unpack_asked
+from helpers.coordinated import NoWeights, drawn_with, job_of
 from helpers.jobs import MANIFEST, events
 
 pytestmark = [pytest.mark.slow, pytest.mark.budget]
@@ -98,22 +113,84 @@ def imports(tmp_path_factory: pytest.TempPathFactory) -> float:
     return min(cpu_seconds(sys.executable, "-c", "import torch, vllm", cwd=folder) for _ in range(2))
 
 
-def test_the_coordinator_follows_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """300 samples of about 200 tokens from 16 emulated servers, twice."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from bench_coordinator import CountingLoop, Load, coordinate
+class Fed(DrawingFollower):
+    """A WebSocket of a server, in memory, and the session that opens it. It has `frames` once all samples are asked
+    for. Each frame is stored before the next one, so the work is the same however fast the machine is."""
 
-    load = Load(samples=300, instances=16, step=0.003, mean=200)
+    close_code = None
+
+    def __init__(self, samples: int, frames: list[bytes], wake: Callable[[], None]) -> None:
+        self._left, self._frames, self._wake = samples, frames, wake
+        self._asked, self._stored = asyncio.Event(), asyncio.Event()
+
+    async def ws_connect(self, *_: object, **__: object) -> Fed:
+        return self
+
+    async def __aenter__(self) -> Fed:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def send_bytes(self, message: bytes) -> None:
+        self._left -= len(unpack_asked(message)[0])
+        if not self._left:
+            self._asked.set()
+
+    async def __aiter__(self) -> AsyncIterator[aiohttp.WSMessage]:
+        await self._asked.wait()
+        for frame in self._frames:
+            self._stored.clear()
+            yield aiohttp.WSMessage(aiohttp.WSMsgType.BINARY, frame, None)
+            self._wake()
+            await self._stored.wait()
+        await asyncio.Event().wait()
+
+    def progress(self, *_: int) -> None:
+        self._stored.set()
+
+    async def close(self) -> None:
+        pass
+
+
+async def follow(folder: Path, samples: int, frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> tuple[float, int]:
+    """CPU seconds in which the coordinator takes and stores the samples in `frames`, and bytes of memory for it."""
+    store = Store(folder)
+    store.samples.begin_iteration(1, [NewSample(i, 0, list(range(128)), i) for i in range(samples)])
+    fleet = Fleet(time.monotonic, lambda event, **fields: None)
+    fleet.publish(1)
+    message = {"name": "r", "kind": "rollout", "group": "g", "url": "http://r", "ready": True, "incarnation": "1"}
+    fleet.register(Register.model_validate({**message, "weight_version": 1, "abilities": {"sampler": "counter"}}))
+    fed = Fed(samples, frames, lambda: [each() for each in fleet.listeners])
+    monkeypatch.setattr(requests, "client_session", lambda **_: fed)
+    job = job_of(store, spec=drawn_with(Generation(max_tokens=2048, max_concurrent=samples)))
+    # Nothing but a frame makes the coordinator store, and no silence is too long.
+    settings = GenerationSettings(flush=3600.0, stall=3600.0)
+    from bench_coordinator import begin_peak, resident
+
+    before, cpu = begin_peak(), time.process_time()
+    async with Generator(job, fleet, NoWeights(), "token", settings=settings) as generator:
+        with generator.open(1, 1) as turn:
+            result = await generator.generate(turn, fed)
+    cpu, memory = time.process_time() - cpu, resident("VmHWM") - before
+    assert (result.samples, result.retries) == (samples, 0)
+    store.close()
+    return cpu, memory
+
+
+def test_the_coordinator_follows_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 samples of 200 tokens from a server that sends 40 frames, three times."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    samples, frames, tokens = 300, 40, 5
+    row = array("i", range(tokens)), array("f", [-0.5] * tokens)
+    reasons = [None] * (frames - 1) + ["stop"]
+    sent = [pack_rows([Row(i, *row, reason) for i in range(samples)]) for reason in reasons]
     anchor = float(subprocess.check_output([sys.executable, "-c", PLAIN_PYTHON], timeout=SECONDS))
-    found = []
-    for number in range(2):
-        with load.servers() as ports, asyncio.Runner(loop_factory=CountingLoop) as runner:
-            found.append(runner.run(coordinate(tmp_path / str(number), ports, load)))
-    least = {name: min(each[name] for each in found) for name in found[0]}
-    within("coordinator: CPU for a sample of 200 tokens / CPU of the anchor", least["cpu_seconds"] / 300 / anchor, 0.1)
-    within("coordinator: bytes received for a token", least["bytes_per_token"], 12)
-    within("coordinator: memory for a sample, kB", least["memory_mb"] * 1000 / 300, 30)
-    within("coordinator: retries", sum(each["retries"] for each in found), 0)
+    found = [asyncio.run(follow(tmp_path / str(i), samples, sent, monkeypatch)) for i in range(3)]
+    cpu, memory = min(each for each, _ in found), max(each for _, each in found)
+    within("coordinator: CPU for 1,000 rows / CPU of the anchor", cpu / anchor / (samples * frames / 1000), 2)
+    within("coordinator: bytes of a row of five tokens", len(sent[0]) / samples, 57)
+    within("coordinator: memory for a sample, kB", memory / samples / 1000, 30)
 
 
 def test_a_rank_gets_its_part_of_a_batch() -> None:
