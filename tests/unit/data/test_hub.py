@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.downloads import hub
+from dovetail.coordinator.data.downloads import hub, proof
 from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.coordinator.data.downloads.hub_client import Request, kind_of, make_room, small_files
 from dovetail.manifest.checks.model_contents import weight_files
@@ -291,9 +291,48 @@ def test_a_coordinator_without_torch_says_that_nothing_was_proved(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = _described(world)
-    monkeypatch.setattr("dovetail.coordinator.data.downloads.proof.find_spec", lambda name: None)
+    monkeypatch.setattr(proof, "installed_versions", lambda: {"python": "3.11.9"})
     hub.prove(lambda name: False)
     assert json.loads((world.run / "proofs" / "actor.json").read_text())["proved"] is False
+
+
+def test_a_proof_holds_for_all_names_of_a_model_and_for_the_versions_that_made_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"python": "3.11.9"}
+    proved: list[bool] = []
+
+    def passes(folder: Path, field: str, trusted: bool, deadline: float) -> dict[str, Any]:
+        proved.append(trusted)
+        return {"ok": True, "findings": []}
+
+    monkeypatch.setattr(proof, "installed_versions", lambda: dict(versions))
+    monkeypatch.setattr(proof, "_proved", passes)
+
+    def prove(*trusted: str) -> list[bool]:
+        """The proofs that a process of the run makes: whether each may run the model's code."""
+        hub = world.hub()
+        for name in ("actor", "critic", "tokenizer"):
+            hub.describe(name, FIELD, "a/b", None)
+        proved.clear()
+        hub.prove(lambda name: name in trusted)
+        return list(proved)
+
+    def records() -> dict[str, bool]:
+        return {path.stem: json.loads(path.read_text())["proved"] for path in (world.run / "proofs").iterdir()}
+
+    assert prove() == []
+    assert records() == {"actor": False, "critic": False}
+    versions["torch"] = "2.13.0"
+    assert prove() == [False]
+    assert records() == {"actor": True, "critic": True}
+    assert prove() == []
+    (world.run / "proofs" / "critic.json").unlink()
+    assert prove() == []
+    assert records() == {"actor": True, "critic": True}
+    versions["transformers"] = "5.11.0"
+    assert prove() == [False]
+    assert prove("critic") == [True]
 
 
 def test_which_files_are_the_models() -> None:

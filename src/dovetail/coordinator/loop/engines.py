@@ -34,7 +34,7 @@ from dovetail.coordinator.reporting.model_card import CardFacts
 from dovetail.coordinator.reporting.model_files import describe_models, list_sizes
 from dovetail.coordinator.reporting.page.page_documents import PageDocuments
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
-from dovetail.coordinator.reporting.run_records import RunRecords, installed_versions
+from dovetail.coordinator.reporting.run_records import RunRecords
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
 from dovetail.coordinator.reporting.trackers.tracker_processes import TrackerProcesses
 from dovetail.coordinator.rewards.calls import Calls, rehearse
@@ -64,6 +64,7 @@ from dovetail.protocol.http import serving
 from dovetail.protocol.http.client_session import client_session
 from dovetail.protocol.messages import CommandResult, ModelRef, Offer, Register
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process.extras import installed_versions
 from dovetail.protocol.process.process_names import scorer_name
 
 # The time that the trainers may take to join, and a first rollout to start, if the manifest sets no limit.

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -164,16 +161,3 @@ class RunRecords:
         """Close the files."""
         self.history.close()
         self.store.close()
-
-
-# The packages by their common names. A package that is not in the coordinator's image is left out.
-PACKAGES = {"dovetail": "dovetail-rlhf", "torch": "torch", "vllm": "vllm", "transformers": "transformers"}
-
-
-def installed_versions() -> dict[str, str]:
-    """The version of Python and of each package that is installed here."""
-    found = {"python": platform.python_version()}
-    for name, package in PACKAGES.items():
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(package)
-    return found

@@ -5,8 +5,10 @@ pyproject.toml."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
+import platform
 from collections.abc import Callable, Collection
 from typing import Literal
 
@@ -15,6 +17,8 @@ from dovetail.protocol.errors import UsageError
 from dovetail.protocol.plan import Plan
 
 DISTRIBUTION = "dovetail-rlhf"
+# The packages that decide results, by their common names.
+PACKAGES = {"dovetail": DISTRIBUTION, "torch": "torch", "vllm": "vllm", "transformers": "transformers"}
 Extra = Literal["coordinator", "trainer", "rollout-cpu", "rollout-gpu", "client"]
 # One module of each extra that nothing else installs.
 MARKS: dict[Extra, tuple[str, ...]] = {
@@ -29,6 +33,15 @@ MARKS: dict[Extra, tuple[str, ...]] = {
 def version() -> str:
     """The installed distribution's version."""
     return importlib.metadata.version(DISTRIBUTION)
+
+
+def installed_versions() -> dict[str, str]:
+    """The version of Python and of each of `PACKAGES` that is installed here."""
+    found = {"python": platform.python_version()}
+    for name, package in PACKAGES.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(package)
+    return found
 
 
 def is_installed(module: str) -> bool:

@@ -98,14 +98,18 @@ class Hub:
         return sorted(model.files) or sorted(path.name for path in model.folder.iterdir())
 
     def prove(self, trusted: Callable[[str], bool]) -> None:
-        """Prove all models that were described (`downloads.proof`). `trusted` says whether a model's own code may
-        run."""
+        """Prove all models that were described (`downloads.proof`), each once. `trusted` says whether a model's own
+        code may run."""
         if self._record is None:
             return
+        names: dict[tuple[Path, bool], list[str]] = {}
         for name, model in self._models.items():
             if name != "tokenizer":
-                record = self._record.parent / "proofs" / f"{name}.json"
-                prove(model.folder, f"{model.field}: {model.repository}", record, trusted(name), self._note)
+                names.setdefault((model.folder, trusted(name)), []).append(name)
+        for (folder, code), same in names.items():
+            model = self._models[same[0]]
+            records = [self._record.parent / "proofs" / f"{name}.json" for name in same]
+            prove(folder, f"{model.field}: {model.repository}", records, code, self._note)
 
     def download_weights(self) -> None:
         """Download the weights of all models that were described."""

@@ -5,45 +5,57 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.protocol.files.durable import write_whole
+from dovetail.protocol.process.extras import installed_versions
 
 # A small copy is proved in seconds. On a machine with much other work it takes minutes.
 DEADLINE = 900.0
 
 
 def prove(
-    folder: Path, field: str, record: Path, trusted: bool, note: Callable[[str], None], deadline: float = DEADLINE
+    folder: Path,
+    field: str,
+    records: Sequence[Path],
+    trusted: bool,
+    note: Callable[[str], None],
+    deadline: float = DEADLINE,
 ) -> None:
-    """Prove the model whose config.json is in `folder`, and write what was found to `record`. It does nothing if the
-    record has the same model already. Raises DataError, which names `field`, if the model must not be trained.
+    """Prove the model whose config.json is in `folder`, and write what was found to `records`. A record is kept if the
+    same model passed with the versions that are installed now. Raises DataError, which names `field`, if the model must
+    not be trained.
 
-    A coordinator without torch (that of a cluster) proves nothing, and the record says so."""
-    if _of(record) == str(folder):
+    A coordinator without torch (that of a cluster) proves nothing, and the records say so."""
+    versions = installed_versions()
+    of = {"model": str(folder), "trusted": trusted, "versions": versions}
+    kept = [_passed(record, of) for record in records]
+    if all(kept):
         return
-    if find_spec("torch") is None:
-        found: dict[str, Any] = {"ok": True, "proved": False, "findings": []}
-    else:
-        note("proving the model on a small copy")
-        found = {"proved": True, **_proved(folder, field, trusted, deadline)}
-    record.parent.mkdir(exist_ok=True)
-    write_whole(record, json.dumps({"model": str(folder), **found}, indent=1).encode())
+    found = next((each for each in kept if each), None)
+    if found is None:
+        if "torch" in versions:
+            note("proving the model on a small copy")
+            found = {**of, "proved": True, **_proved(folder, field, trusted, deadline)}
+        else:
+            found = {**of, "ok": True, "proved": False, "findings": []}
+    for record in records:
+        record.parent.mkdir(exist_ok=True)
+        write_whole(record, json.dumps(found, indent=1).encode())
     wrong = next((each for each in found["findings"] if each["state"] == "problem"), None)
     if wrong is not None:
         mend = f"; {wrong['mend']}" if wrong["mend"] else ""
         raise DataError(f"{field}: Dovetail does not compute this model rightly: {wrong['says']}{mend}")
 
 
-def _of(record: Path) -> str | None:
-    """The folder of the model that a record is about, if the model passed."""
+def _passed(record: Path, of: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a record says, if it is about the same model and versions, and the model passed. Otherwise None."""
     try:
         found = json.loads(record.read_text(encoding="utf-8"))
-        return str(found["model"]) if found["ok"] else None
+        return found if found["ok"] and all(found[name] == value for name, value in of.items()) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
