@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -175,14 +175,36 @@ def test_a_namespace_that_is_privileged_by_its_label_has_the_nodes(server: KubeC
     assert SECRET in create(server, job(volume(secret={"secretName": "other"}), namespace=NODES)).stderr
 
 
-def test_an_edit_is_judged_by_what_it_adds(server: KubeCluster) -> None:
-    """A tenant may suspend the job that an administrator has set up."""
+def test_an_edit_of_anothers_job_may_only_suspend_it_and_try_it_again(server: KubeCluster) -> None:
+    """An administrator has set it up with a Secret of his. Whatever a tenant lets run in it could read that."""
     document = job(volume(secret={"secretName": "other"}), hub={"tokenSecret": {"name": "other"}})
     server.apply(document, namespace=LAB)
     try:
-        document["spec"]["suspend"] = True
-        assert create(server, document, verb="apply").returncode == 0
-        document["spec"]["coordinator"] = {"podTemplate": {"spec": {"hostPID": True}}}
-        assert NODE in create(server, document, verb="apply").stderr
+        for fields in ({"suspend": True}, {"retry": 1}, {"suspend": False, "retry": 2}):
+            document["spec"] |= fields
+            done = create(server, document, verb="apply")
+            assert done.returncode == 0, done.stderr
+        edits: list[Callable[[dict[str, Any]], Any]] = [
+            lambda spec: spec["groups"][0].update(image="registry.example.com/mallory"),
+            lambda spec: spec.update(coordinator={"podTemplate": {"spec": container(command=["cat"])}}),
+            lambda spec: spec["groups"][-1].pop("podTemplate"),
+            lambda spec: spec.pop("hub"),
+        ]
+        for number, edit in enumerate(edits):
+            changed = json.loads(json.dumps(document))
+            edit(changed["spec"])
+            assert SECRET in create(server, changed, verb="replace").stderr, number
+            assert create(server, changed, "alice", "replace").returncode == 0, "she may make pods"
+    finally:
+        server.kubectl("delete", "rlhfjob", "demo", "-n", LAB)
+
+
+def test_a_tenant_may_edit_a_job_whose_secrets_he_may_read(server: KubeCluster) -> None:
+    document = job(volume(secret={"secretName": "mine"}), hub={"tokenSecret": {"name": "mine"}})
+    server.apply(document, namespace=LAB)
+    try:
+        document["spec"]["groups"][0]["image"] = "registry.example.com/mine"
+        done = create(server, document, verb="apply")
+        assert done.returncode == 0, done.stderr
     finally:
         server.kubectl("delete", "rlhfjob", "demo", "-n", LAB)
