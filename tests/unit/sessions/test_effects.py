@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,17 +90,20 @@ def test_each_call_is_made_once_wherever_the_coordinator_dies(
     assert server.made() == [str(call.key) for call in CALLS]
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_a_killed_coordinator_leaves_what_is_needed(tmp_path: Path, where: str) -> None:
+def play_and_die(folder: Path, where: str) -> None:
+    """A life that is killed at its third call. It runs in a process of its own."""
+
     def dies(here: str, call: ToolCall) -> None:
         if here == where and call is CALLS[2]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    context = multiprocessing.get_context("fork")
-    killed = context.Process(target=play, args=(tmp_path, ToolServer(tmp_path / "log", True, dies)))
-    killed.start()
-    killed.join(120)
-    assert killed.exitcode == -signal.SIGKILL
+    play(folder, ToolServer(folder / "log", True, dies))
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_killed_coordinator_leaves_what_is_needed(tmp_path: Path, where: str) -> None:
+    killed = subprocess.run([sys.executable, __file__, tmp_path, where], timeout=120)
+    assert killed.returncode == -signal.SIGKILL
     server = ToolServer(tmp_path / "log", remembers=True)
     assert len(server.made()) == (2 if where == "before" else 3)
     assert play(tmp_path, server) == EXPECTED
@@ -151,3 +155,7 @@ def test_calls_are_forgotten_with_their_iteration(tmp_path: Path) -> None:
     store.forget(1, [])
     assert store.tool_calls.intend(CALLS[0].key, "pay", {"amount": 99}) is None, "another call may be made there"
     store.close()
+
+
+if __name__ == "__main__":
+    play_and_die(Path(sys.argv[1]), sys.argv[2])
