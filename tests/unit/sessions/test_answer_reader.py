@@ -27,6 +27,9 @@ def called(city: str) -> str:
     return f'<tool_call>\n{{"name": "weather", "arguments": {{"city": {city}}}}}\n</tool_call>'
 
 
+TAGGED = "<tool_call>\n<function=weather>\n{}\n</function>\n</tool_call><|im_end|>"
+
+
 def functions(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [call["function"] for call in message.get("tool_calls", [])]
 
@@ -97,15 +100,47 @@ def test_a_thought_is_apart_wherever_it_begins() -> None:
         assert found == {"role": "assistant", "reasoning_content": "hm", "content": "No."}, name
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "text", "thought", "content"),
+    [
+        ("qwen3", "", "Write <think> and </think>.<|im_end|>", None, "Write <think> and </think>."),
+        ("qwen3", "", "\n<think>\nhm<|im_end|>", "hm", ""),
+        ("qwen3_6", "<think>\n", "hm<|im_end|>", "hm", ""),
+        ("qwen3_6", "<think>\n", "hm <think> hm\n</think>\n\nNo.<|im_end|>", "hm <think> hm", "No."),
+        ("qwen3_6", "<think>\n\n</think>\n\n", "<think>hm</think>No.<|im_end|>", None, "<think>hm</think>No."),
+        ("qwen3_6", "<think>\n\n</think>\n\n", "No <think>.<|im_end|>", None, "No <think>."),
+        ("glm4moe", "", "<think>hm<|user|>", "hm", ""),
+    ],
+)
+def test_a_thought_begins_the_turn_and_ends_with_it(
+    name: str, before: str, text: str, thought: str | None, content: str
+) -> None:
+    opened = "<|assistant|>\n" if name == "glm4moe" else "<|im_start|>assistant\n"
+    found = read(name, text, opened + before)
+    assert (found.get("reasoning_content"), found["content"]) == (thought, content)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_6", "glm4moe"])
+def test_words_around_calls_are_kept(name: str) -> None:
+    call, end = {
+        "qwen2_5": (called('"Bern"'), "<|im_end|>"),
+        "qwen3_6": (TAGGED.format("<parameter=city>\nBern\n</parameter>").removesuffix("<|im_end|>"), "<|im_end|>"),
+        "glm4moe": (
+            "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n</tool_call>",
+            "<|observation|>",
+        ),
+    }[name]
+    found = read(name, f"First.\n{call}\nThen.\n{call}\n{call}\nLast.{end}")
+    assert found["content"] == "First.\nThen.\nLast."
+    assert functions(found) == [{"name": "weather", "arguments": {"city": "Bern"}}] * 3
+
+
 def test_arguments_have_the_kinds_of_the_schema() -> None:
     text = (
         "<parameter=city>\n5\n</parameter>\n<parameter=days>\n5\n</parameter>\n<parameter=exact>\nfalse\n</parameter>"
     )
     found = read("qwen3_6", f"<tool_call>\n<function=weather>\n{text}\n</function>\n</tool_call><|im_end|>")
     assert functions(found) == [{"name": "weather", "arguments": {"city": "5", "days": 5, "exact": False}}]
-
-
-TAGGED = "<tool_call>\n<function=weather>\n{}\n</function>\n</tool_call><|im_end|>"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ _ARGUMENTS = dict(zip(_KEYS, _VALUES, strict=True))
 _SAID = "probed words"
 # How a call is made of what was found: the name before the arguments, and these.
 _NAMED = {"name": "{name}", "arguments": "{content}"}
+# A thought begins the turn, or the prompt for it. Elsewhere the tag is a word.
+_THOUGHT = r"\A\s*<think>"
 # How deep the objects and lists of a call may be in each other.
 _DEPTH = 64
 _TOO_DEEP = f"the call has more than {_DEPTH} objects and lists in each other"
@@ -76,7 +78,7 @@ class AnswerReader:
                 raise WrongCall(f"the arguments of {function['name']} are no object")
             if "" in function["arguments"]:
                 raise WrongCall(f"an argument of {function['name']} has no name or no end")
-        return {"content": "", **found}
+        return {**found, "content": found.get("content", "").strip()}
 
 
 def _check_storable(function: Mapping[str, Any]) -> None:
@@ -103,6 +105,7 @@ def _derived(tokenizer: Any, chat: ChatFormat) -> dict[str, Any]:
     before, _, end = said.partition(_SAID)
     ends = [each for each in (end.strip(), *getattr(tokenizer, "reply_ends", ())) if each]
     over = "|".join([*map(re.escape, ends), "$"])
+    closed = "|".join([r"</think>\s*", *(f"(?={re.escape(each)})" for each in ends)])
     text = _without_end(called.removeprefix(before), ends)
     anchor = opening.partition("<think>")[0].strip().rpartition("\n")[2]
     for field in filter(None, (_json_call(text, over), _named_call(text, over), _tagged_call(text, over))):
@@ -110,13 +113,14 @@ def _derived(tokenizer: Any, chat: ChatFormat) -> dict[str, Any]:
             "defaults": {"role": "assistant"},
             **({"start_anchor": anchor} if anchor else {"start_anchor_pattern": r"\Z"}),
             "fields": {
-                "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
+                "reasoning_content": {"open_pattern": _THOUGHT, "close_pattern": closed, "content": "text"},
                 "tool_calls": {
                     "repeats": True,
                     "transform": {"type": "function", "function": field.pop("is")},
                     **field,
                 },
-                "content": {"close_pattern": rf"(?:{over})\s*", "content": "text"},
+                # There may be words before, between and after calls.
+                "content": {"close_pattern": rf"(?:{over})\s*", "content": "text", "repeats": True, "join": "\n"},
             },
         }
         if _reads(AnswerReader(tokenizer, template), chat):
