@@ -38,7 +38,12 @@ def grant(name: str, namespace: str, user: str, *rules: dict[str, Any]) -> list[
 
 
 JOBS = {"apiGroups": ["dovetail.dev"], "resources": ["rlhfjobs"], "verbs": WRITE}
-MINE = {"apiGroups": [""], "resources": ["secrets"], "resourceNames": ["mine"], "verbs": ["get"]}
+MINE = {
+    "apiGroups": [""],
+    "resources": ["secrets"],
+    "resourceNames": ["mine", *(f"mine-{number}" for number in range(21))],
+    "verbs": ["get"],
+}
 PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["create"]}
 
 
@@ -208,3 +213,21 @@ def test_a_tenant_may_edit_a_job_whose_secrets_he_may_read(server: KubeCluster) 
         assert done.returncode == 0, done.stderr
     finally:
         server.kubectl("delete", "rlhfjob", "demo", "-n", LAB)
+
+
+def test_a_tenant_may_name_several_secrets_of_his(server: KubeCluster) -> None:
+    """API servers bound what a policy may cost, and each Secret is asked for."""
+
+    def naming(*secrets: str) -> dict[str, Any]:
+        keys = [{"secretKeyRef": {"name": name, "key": "k"}} for name in secrets]
+        return job(container(env=[{"name": f"A{number}", "valueFrom": key} for number, key in enumerate(keys)]))
+
+    many = [f"mine-{number}" for number in range(21)]
+    for secrets in (many[:20], ["mine"] * 60):
+        done = create(server, naming(*secrets))
+        assert done.returncode == 0, done.stderr
+    assert SECRET in create(server, naming(*many[:19], "other")).stderr
+    assert SECRET in create(server, naming("other", *many[:19])).stderr
+    assert "name more than 20 Secrets" in create(server, naming(*many)).stderr
+    done = create(server, naming(*many), "alice")
+    assert done.returncode == 0, done.stderr
