@@ -117,11 +117,10 @@ class Fed(DrawingFollower):
     """A WebSocket of a server, in memory, and the session that opens it. It has `frames` once all samples are asked
     for. Each frame is stored before the next one, so the work is the same however fast the machine is."""
 
-    close_code = None
-
     def __init__(self, samples: int, frames: list[bytes], wake: Callable[[], None]) -> None:
         self._left, self._frames, self._wake = samples, frames, wake
         self._asked, self._stored = asyncio.Event(), asyncio.Event()
+        self.receive = aiter(self._messages()).__anext__
 
     async def ws_connect(self, *_: object, **__: object) -> Fed:
         return self
@@ -137,7 +136,7 @@ class Fed(DrawingFollower):
         if not self._left:
             self._asked.set()
 
-    async def __aiter__(self) -> AsyncIterator[aiohttp.WSMessage]:
+    async def _messages(self) -> AsyncIterator[aiohttp.WSMessage]:
         await self._asked.wait()
         for frame in self._frames:
             self._stored.clear()

@@ -202,7 +202,7 @@ async def ask(server: Server, tokens: list[int], start: int, count: int, abort_a
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
         connection = Connection(session, server.url, GenerationSettings())
         request = {"request_id": name, "token_ids": array("i", tokens), "sampling_params": params, "weights": 1}
-        await connection.draw(request, take, 0.0)
+        await connection.draw(request, take)
         await cancel([connection.task])
     return answer
 

@@ -117,6 +117,9 @@ class FakeVllm:
         used = False
         try:
             async for message in socket:
+                if self._fault("version"):
+                    await socket.close(code=1002, message=b"a message is of version 2")
+                    break
                 asked = unpack_asked(message.data)
                 if isinstance(asked, list):
                     self._abort(asked)

@@ -299,6 +299,17 @@ def test_a_restarted_coordinator_goes_on_and_aborts_what_the_old_one_left(tmp_pa
     play(tmp_path, scenario)
 
 
+def test_a_server_of_another_release_ends_the_job_with_its_words(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        (await job.server("r0")).faults["version"] = None
+        with pytest.raises(
+            GenerationError, match="a message is of version 2; use rollout and coordinator images of one"
+        ):
+            await job.generate()
+
+    play(tmp_path, scenario)
+
+
 def test_a_stop_string_across_the_cut_is_seen_because_its_tokens_are_made_again(tmp_path: Path) -> None:
     async def scenario(job: Job) -> None:
         a, b = await job.server("r0"), await job.server("r1")

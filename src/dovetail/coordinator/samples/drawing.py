@@ -287,9 +287,9 @@ class Drawing:
         attempts = self._store.samples.assign(assignments)
         now, wall = self._clock(), time.time()
         left = len(works) + len(self._pending) + len(self._flying)
-        interval, frame = self._settings.interval(left, self._shared.step), self._settings.frame(left)
+        interval = self._settings.interval(left, self._shared.step)
         for work, attempt in zip(works, attempts, strict=True):
-            work.attempt, work.interval, work.frame = attempt, interval, frame
+            work.attempt, work.interval = attempt, interval
             self._flying.begin(work, now, wall)
             work.task = asyncio.create_task(self._run(work, by_name[work.instance]))
 
@@ -317,7 +317,7 @@ class Drawing:
                 return
             request = body(work, self._generation, instance, left, self._shared.replay)
             arrived = await self._kv.prepare(self._requests.session, request, instance, departure, bool(work.tokens))
-            await self._requests.draw(instance, request, on_tokens, work.frame)
+            await self._requests.draw(instance, request, on_tokens)
             if work.reason == "abort" and len(work.tokens) > work.before:
                 work.departure = self._kv.left(instance, work.request_id)
         except ServerFailure as error:

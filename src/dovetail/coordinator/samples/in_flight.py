@@ -24,7 +24,7 @@ MOST_PER_EVENT = 64
 # Small models decode fast. Their tokens share events that cover this time. It costs little to lose them.
 EVENT_SECONDS = 0.1
 # A server gathers events in frames. Each sample in a frame costs the coordinator about 20 microseconds, so frames come
-# the less often, the more samples are left.
+# the less often, the more samples are drawn.
 FRAME_SECONDS_PER_SAMPLE = 5e-4
 MOST_FRAME_SECONDS = 2.0
 
@@ -57,7 +57,7 @@ class GenerationSettings:
         return min(MOST_PER_EVENT, max(1, -(-samples // SAMPLES_PER_TOKEN), short))
 
     def frame(self, samples: int) -> float:
-        """The seconds between two frames of a server when `samples` samples are left. It is 0 with a
+        """The seconds between two frames of a server when `samples` samples are drawn on all servers. It is 0 with a
         `stream_interval`."""
         return 0.0 if self.stream_interval else min(MOST_FRAME_SECONDS, samples * FRAME_SECONDS_PER_SAMPLE)
 
@@ -114,8 +114,8 @@ class Work:
     the current attempt began. Its last token arrived at `last_token`, and its request was asked to end at `ending`, in
     monotonic seconds. `reason` is the server's finish reason. `failure` and `refusal` say why its stream broke.
     `fruitless` counts attempts in a row without a token. `departure` says where its KV cache may still be. `interval`
-    is the number of tokens per event, and `frame` the seconds between two frames. `experts` has the experts of the
-    tokens from `experts_from` on, which are not stored yet. The experts of `reported` tokens are stored."""
+    is the number of tokens per event. `experts` has the experts of the tokens from `experts_from` on, which are not
+    stored yet. The experts of `reported` tokens are stored."""
 
     key: Key
     prompt: array[int]
@@ -141,7 +141,6 @@ class Work:
     spent: float = 0.0
     departure: Departure | None = None
     interval: int = 1
-    frame: float = 0.0
     experts: bytes | None = None
     reported: int = 0
 
