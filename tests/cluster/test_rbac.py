@@ -124,12 +124,12 @@ OPERATOR = (
     | of("", "pods", "list watch delete")
     | of("", "configmaps", "get list watch create patch")
     | of("", "services", "list watch create patch")
-    | of("", "persistentvolumeclaims", "list watch create patch delete")
+    | of("", "persistentvolumeclaims", "list watch create patch")
     | of("", "serviceaccounts", "list watch create patch")
     | of("", "secrets", "get create")
     | of(RBAC, "roles", "list watch create patch")
     | of(RBAC, "rolebindings", "list watch create patch")
-    | of("networking.k8s.io", "networkpolicies", "list watch create patch delete")
+    | of("networking.k8s.io", "networkpolicies", "list watch create patch")
     | of("policy", "poddisruptionbudgets", "list watch create patch")
     | of("", "events", "create list")
     | of("kueue.x-k8s.io", "workloads", "list")
@@ -167,6 +167,8 @@ NEVER: list[Right] = [
     *of("apiextensions.k8s.io", "customresourcedefinitions", "get list watch create patch"),
     *of("admissionregistration.k8s.io", "validatingwebhookconfigurations", "get create patch"),
     *of("", "configmaps", "delete update"),
+    *of("", "persistentvolumeclaims", "delete update"),
+    *of("networking.k8s.io", "networkpolicies", "delete update"),
 ]
 
 
