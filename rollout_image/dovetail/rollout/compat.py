@@ -352,16 +352,26 @@ async def draw(
 
     try:
         params = msgspec.convert({**fields, "flat_logprobs": True}, SamplingParams)
-        if kv_transfer is not None:
-            params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": kv_transfer}
+    except (ValueError, TypeError) as error:
+        raise WrongRequest(str(error)) from error
+    if kv_transfer is not None:
+        params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": kv_transfer}
+    begun = False
+    try:
         async with aclosing(engine.generate(tokens_input(tokens), params, request_id)) as outputs:
             async for output in outputs:
+                begun = True
                 (done,) = output.outputs
                 # The sampled token is the first of its position. Without new tokens vLLM gives all old positions.
                 flat = done.logprobs
                 logprobs = [flat.logprobs[at] for at in flat.start_indices] if done.token_ids else []
                 yield done.token_ids, logprobs, done.finish_reason, done.routed_experts
-    except (VLLMClientError, ValueError, TypeError) as error:
+    except VLLMClientError as error:
+        raise WrongRequest(str(error)) from error
+    except (ValueError, TypeError) as error:
+        # vLLM checks a request before its first output. A later error is not the request's.
+        if begun:
+            raise
         raise WrongRequest(str(error)) from error
 
 

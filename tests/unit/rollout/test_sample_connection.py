@@ -13,7 +13,7 @@ import pytest
 
 from dovetail.protocol.sample_stream import FrameError, Row, pack_aborts, pack_requests, unpack_rows
 from dovetail.rollout.serving.routes import ServerState
-from dovetail.rollout.serving.sample_connection import SampleConnection
+from dovetail.rollout.serving.sample_connection import GivenUp, SampleConnection
 
 pytestmark = pytest.mark.slow  # vLLM's imports
 PARAMS = {"max_tokens": 8, "logprobs": 0, "output_kind": 1, "stream_interval": 2}
@@ -218,6 +218,43 @@ def test_a_wrong_request_is_refused_and_an_engines_error_is_not() -> None:
         assert found[1].extra == b"RuntimeError: broken"
 
     play(scenario)
+
+
+def test_an_error_amid_a_response_and_a_key_error_of_the_engine_are_no_refusals() -> None:
+    async def scenario(engine: Engine, socket: Socket, _: ServerState) -> None:
+        engine.outputs = {"a": [output([5]), ValueError("a page is lost")], "b": [KeyError("b")]}
+        engine.outputs |= {"c": [ValueError("the prompt is empty")]}
+        socket.draw("a", "b", "c")
+        found: dict[int, Row] = {}
+        while len(found) < 3:
+            one = await socket.row()
+            if one.reason is not None:
+                found[one.number] = one
+        assert [found[i].reason for i in range(3)] == ["failed", "failed", "refused"]
+        assert found[0].extra == b"ValueError: a page is lost"
+
+    play(scenario)
+
+
+def test_a_request_without_a_field_is_refused_with_its_name() -> None:
+    async def scenario(_: Engine, socket: Socket, __: ServerState) -> None:
+        socket.inbox.put_nowait(pack_requests([({"number": 0, "request_id": "a", "weights": 4}, [1])], 0.0))
+        one = await socket.row()
+        assert (one.reason, one.extra) == ("refused", b"the request has no field 'sampling_params'")
+
+    play(scenario)
+
+
+def test_a_coordinator_that_takes_no_frame_is_given_up_with_the_reason() -> None:
+    async def scenario(engine: Engine, socket: Socket, _: ServerState) -> None:
+        async def send_bytes(_: bytes) -> None:
+            raise TimeoutError
+
+        socket.send_bytes = send_bytes  # type: ignore[method-assign]
+        engine.outputs = {"a": [output([5]), None]}
+        socket.draw("a")
+
+    play(scenario, GivenUp)
 
 
 def test_a_message_that_cannot_be_read_ends_the_connection() -> None:

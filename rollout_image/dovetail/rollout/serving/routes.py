@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from argparse import Namespace
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from dovetail.protocol.sample_stream import ROUTE, FrameError
 from dovetail.protocol.sampling import COUNTER_SAMPLER, Sampler
 from dovetail.rollout.compat import uses_v2_runner
 from dovetail.rollout.kv.kv_config import CONNECTORS
-from dovetail.rollout.serving.sample_connection import SampleConnection
+from dovetail.rollout.serving.sample_connection import GivenUp, SampleConnection
 from dovetail.rollout.serving.weights_worker import SENDING_WORKER
 
 # A WebSocket gives its reason to close in at most 123 bytes.
@@ -200,6 +201,10 @@ class InfoRoutes:
                 await SampleConnection(websocket.app.state.engine_client, websocket, STATE).serve()
             except FrameError as error:
                 await websocket.close(1002, str(error)[:MOST_REASON])
+            except GivenUp as error:
+                logging.getLogger("vllm.dovetail.samples").warning("The stream of samples ends: %s", error)
+                with contextlib.suppress(RuntimeError, OSError):  # it may be closed already
+                    await websocket.close(1011, str(error)[:MOST_REASON])
 
         # FastAPI inspects these types, so they must not be this module's postponed annotations.
         information = Annotated[dict[str, Any], Body(embed=True)]

@@ -30,6 +30,10 @@ class LostWeights(Exception):
     """The server does not hold the weights that a sample must be drawn with."""
 
 
+class GivenUp(Exception):
+    """The server ends the connection, because the coordinator did not take a frame."""
+
+
 class SampleConnection:
     """One connection. `engine` is vLLM's AsyncLLM. `websocket` is an accepted one. `state` knows the weights."""
 
@@ -40,7 +44,7 @@ class SampleConnection:
 
     async def serve(self) -> None:
         """Draw what is asked until the connection ends. Samples that are not finished then are given up. Raises
-        FrameError for a message that cannot be read."""
+        FrameError for a message that cannot be read, and GivenUp if the coordinator takes no frame."""
         from fastapi import WebSocketDisconnect
 
         sending = asyncio.create_task(self._answers.run())
@@ -52,8 +56,11 @@ class SampleConnection:
             pass
         except asyncio.CancelledError:
             # Either the server ends, or a frame could not be sent.
-            if not sending.done():
+            if not sending.done() or sending.cancelled():
                 raise
+            error = sending.exception()
+            if not isinstance(error, WebSocketDisconnect):
+                raise GivenUp(f"a frame could not be sent: {type(error).__name__}: {error}".rstrip(": ")) from error
         finally:
             tasks = [sending, receiving, *self._drawing.values()]
             for task in tasks:
@@ -84,16 +91,19 @@ class SampleConnection:
     async def _draw(self, number: int, fields: dict[str, Any], tokens: list[int]) -> None:
         try:
             await self._answer(number, fields, tokens)
-        except (WrongRequest, KeyError) as error:
+        except WrongRequest as error:
             self._answers.add(number, [], [], REFUSED, str(error).encode())
         except Exception as error:
             text = str(error) if isinstance(error, LostWeights) else f"{type(error).__name__}: {error}"
             self._answers.add(number, [], [], FAILED, text.rstrip(": ").encode())
 
     async def _answer(self, number: int, fields: dict[str, Any], tokens: list[int]) -> None:
-        weights, params, moved = fields["weights"], fields["sampling_params"], fields.get("kv_transfer_params")
+        try:
+            weights, params, name = fields["weights"], fields["sampling_params"], str(fields["request_id"])
+        except KeyError as error:
+            raise WrongRequest(f"the request has no field {error}") from error
         self._check(weights, waiting=False)
-        async with aclosing(draw(self._engine, tokens, params, moved, str(fields["request_id"]))) as drawn:
+        async with aclosing(draw(self._engine, tokens, params, fields.get("kv_transfer_params"), name)) as drawn:
             async for new, logprobs, reason, experts in drawn:
                 self._check(weights, waiting=True)
                 if reason not in SERVER_REASONS:
