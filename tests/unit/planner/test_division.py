@@ -213,6 +213,7 @@ def times(slow: float) -> CommandResult:
     return CommandResult(id="step", ok=True, times=parts)
 
 
+@pytest.mark.slow
 def test_auto_shares_the_ranks_where_dividing_them_gains_little_and_says_what_it_would_lose(tmp_path: Path) -> None:
     spec, plan = job(pin="Auto", pp=2)
     scheduling, chosen = begun(spec, plan, Records(), tmp_path, times(slow=5.0))
@@ -227,6 +228,7 @@ def test_auto_shares_the_ranks_where_dividing_them_gains_little_and_says_what_it
     assert own["makespan"] > 1.5 * found["after"]["makespan"]
 
 
+@pytest.mark.slow
 def test_auto_divides_the_ranks_where_messages_take_long(tmp_path: Path) -> None:
     parts = {"forward": 1e-3, "backward": 2e-3, "input_gradient": 1e-3, "weight_gradient": 1e-3, "activation_bytes": 64}
     row = [PassTimes(micro_batch=4, **parts)]

@@ -141,6 +141,7 @@ def test_the_coordinator_keeps_to_the_plans_ranks(tmp_path: Path, monkeypatch: p
     assert models == [{"actor"}] * own + [{"critic"}] * (4 - own)
 
 
+@pytest.mark.slow
 def test_schedules_of_both_models_are_left_out_where_only_turns_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
