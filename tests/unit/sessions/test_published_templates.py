@@ -117,3 +117,34 @@ def test_an_answer_that_repeats_a_tool_is_learnt() -> None:
     messages = [*TOOL_CONVERSATIONS["once"][:-1], {"role": "assistant", "content": "It says TOOL10."}]
     record = demonstration(with_ends(byte_tokens(), template), messages)
     assert [part for part, learnt in record.parts() if learnt][-1] == "It says TOOL10.<|im_end|>"
+
+
+@pytest.mark.slow
+def test_a_thought_in_the_content_is_learnt_once() -> None:
+    """Some templates write an empty thought before each content, and read a thought only in a field of its own."""
+
+    def conversation(fields: bool) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = []
+        for thought, words in (("It rains.", "Rain."), ("", "Snow."), ("Dry now.", "Dry.")):
+            apart = {"content": words, "reasoning_content": thought}
+            answer = apart if fields else {"content": f"<think>\n{thought}\n</think>\n\n{words}"}
+            answers += [{"role": "user", "content": "Weather?"}, {"role": "assistant", **answer}]
+        return answers
+
+    tokens = built("bytes", adds=False)
+
+    def learnt(name: str, fields: bool, count: int) -> list[str]:
+        tokenizer = with_ends(tokens, shipped()[name][0])
+        record = demonstration(tokenizer, conversation(fields)[:count])
+        return [part for part, is_learnt in record.parts() if is_learnt]
+
+    for name in ("trl: qwen3_8", "trl: qwen3_8_training"):
+        for count in (2, 4, 6):
+            assert learnt(name, False, count) == learnt(name, True, count)
+    assert learnt("trl: qwen3_8", False, 2) == ["It rains.\n</think>\n\nRain.<|im_end|>"]
+    for name in published():
+        try:
+            parts = learnt(name, False, 2)
+        except DataError:
+            continue
+        assert sum(part.count("</think>") for part in parts) <= 1, name

@@ -282,6 +282,18 @@ class Template:
         """The fields in which the template looks for a thought."""
         return [name for name in REASONING if re.search(rf"[.'\"]{name}\b", self._source)]
 
+    @cached_property
+    def _opens_twice(self) -> bool:
+        """Whether the template writes an empty thought before a content that begins with one in tags."""
+        tagged = {"role": "assistant", "content": f"<think>\n{_MARK}\n</think>\n\n?"}
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [self._named({"role": "user", "content": "?"}), tagged], tokenize=False, **self._options
+            )
+        except Exception:
+            return False
+        return re.search(rf"</think>\s*<think>\s*{_MARK}", text) is not None
+
     def _render(self, messages: Sequence[Message], **options: Any) -> str:
         try:
             given = [self._named(message) for message in messages]
@@ -319,6 +331,10 @@ class Template:
         system where the template knows none."""
         if message["role"] == "developer" and "developer" not in self._source:
             message = {**message, "role": "system"}
+        if message["role"] in ASSISTANTS and not any(message.get(name) for name in REASONING) and self._thoughts:
+            thought, tagged = _thought(message)
+            if tagged and self._opens_twice:
+                message = {**message, "content": message["content"][len(tagged) :], self._thoughts[0]: thought}
         if calls := message.get("tool_calls"):
             null, text = self._calls_as
             content = None if null and not message["content"] else message["content"]
