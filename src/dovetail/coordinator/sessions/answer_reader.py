@@ -6,7 +6,6 @@ around the known parts is the format."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -49,9 +48,6 @@ class AnswerReader:
     @classmethod
     def of(cls, tokenizer: Any, chat: ChatFormat) -> AnswerReader:
         """The reader for a tokenizer and its chat format. Raises Unreadable."""
-        parse = getattr(tokenizer, "parse_response", None)
-        if parse is None or "tools" not in inspect.signature(parse).parameters:
-            raise Unreadable("this release of transformers cannot read calls of tools; install 5.15 or later")
         own = getattr(tokenizer, "response_template", None)
         return cls(tokenizer, own or _derived(tokenizer, chat))
 
