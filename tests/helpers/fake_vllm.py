@@ -78,6 +78,7 @@ class FakeVllm:
         self.tokens_sent = 0
         self.die_after: int | None = None
         self.most_running = 0
+        self.sockets: list[web.Request] = []  # that are open
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -113,6 +114,7 @@ class FakeVllm:
         assert request.headers["Authorization"] == f"Bearer {TOKEN}"
         socket = web.WebSocketResponse(max_msg_size=MOST_BYTES)
         await socket.prepare(request)
+        self.sockets.append(request)
         tasks: set[asyncio.Task[None]] = set()
         used = False
         try:
@@ -135,9 +137,16 @@ class FakeVllm:
         finally:
             for task in tasks:
                 task.cancel()
+            self.sockets.remove(request)
             if request.transport is not None:
                 request.transport.abort()
         return socket
+
+    def cut(self) -> None:
+        """End all connections, as when the coordinator's host is gone."""
+        for request in self.sockets:
+            if request.transport is not None:
+                request.transport.abort()
 
     def _abort(self, ids: list[str]) -> None:
         for request_id in ids:
