@@ -127,6 +127,7 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
                 engines.fail(reason)
                 write_termination_message(verdict(engines.status(), error) + reason)
                 failed = True
+                await engines.copy_history()
                 return JOB_FAILED
             write_termination_message(final_figures(engines.status()))
     except asyncio.CancelledError:

@@ -21,6 +21,7 @@ from dovetail.coordinator.loop.failure import is_final
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
 from dovetail.coordinator.samples.in_flight import GenerationError
 from dovetail.coordinator.workers.trainer_group import POLL_SECONDS
+from dovetail.manifest.types import Output
 from dovetail.operator.reconcile.progress import judged
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.messages import JoinReply, JoinRequest
@@ -92,6 +93,29 @@ def test_operators_take_the_status_while_the_model_before_sft_answers(tmp_path):
         engines.records.close()
 
     asyncio.run(test())
+
+
+def test_the_history_of_a_failed_job_is_copied_with_its_end(tmp_path):
+    output = tmp_path / "published"
+    spec = tiny_job().spec.model_copy(update={"output": Output(path=str(output))})
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+
+    def log(event, **fields):
+        with (run_dir / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": event, **fields}) + "\n")
+
+    settings = CoordinatorSettings(run_dir, "secret", "127.0.0.1", free_port("127.0.0.1"), tmp_path)
+
+    async def test():
+        engines = Engines(spec, make_plan(spec), settings, log)
+        engines.fail("no such folder")
+        await engines.copy_history()
+        engines.records.close()
+
+    asyncio.run(test())
+    (copied,) = output.glob("runs/*/events.jsonl")
+    assert json.loads(copied.read_text().splitlines()[-1])["event"] == "job.failed"
 
 
 @pytest.mark.parametrize(

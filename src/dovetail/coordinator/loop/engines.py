@@ -48,7 +48,7 @@ from dovetail.coordinator.samples.score import Score
 from dovetail.coordinator.samples.scorers import Scorers
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
-from dovetail.coordinator.store.delivery import check, deliver, deliver_history
+from dovetail.coordinator.store.delivery import OutputError, check, deliver, deliver_history
 from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.manifest_changes import adopt, reshard
 from dovetail.coordinator.store.store import Store, StoreError
@@ -465,18 +465,25 @@ class Engines:
         models = self.settings.run_dir / "models"
         await asyncio.to_thread(describe_models, models, self._card_facts(), self.prepared.tokenizer)
         self._trained = await asyncio.to_thread(deliver, self.spec.output, models, self.run_id)
-        await asyncio.to_thread(deliver_history, self.spec.output, self.settings.run_dir, self.run_id)
         if self.spec.output is not None:
             self.log("models.copied", models=self._trained, to=self.spec.output.place)
         document = self.records.results.write("succeeded")
         self.records.progress.update(state="succeeded", phase=None, message="")
         self.log("job.succeeded")
+        await self.copy_history()
         return document
 
     def _card_facts(self) -> CardFacts:
         """The facts for the models' cards. Call it once the results are known."""
         found = self.records.results.document("succeeded")
         return CardFacts(self.settings.job or self.settings.run_dir.name, self.spec, found, list_sizes(self.prepared))
+
+    async def copy_history(self) -> None:
+        """Copy the run's history to spec.output, at the end of the job. An error is only logged."""
+        try:
+            await asyncio.to_thread(deliver_history, self.spec.output, self.settings.run_dir, self.run_id)
+        except (OSError, OutputError) as error:
+            self.log("history.uncopied", reason=str(error))
 
     def fail(self, reason: str) -> None:
         """Record that the job failed, and why. It writes as much as the store and the disk still allow."""
