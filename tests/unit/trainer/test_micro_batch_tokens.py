@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.planner.make_plan import make_plan
 from dovetail.planner.planned_job import PlannedJob
 from dovetail.trainer.command_errors import BadCommand
-from dovetail.trainer.packed_batches import micro_batch_count, padded_tokens, split_tokens
+from dovetail.trainer.packed_batches import micro_batch_count, padded_tokens, pair_lengths, split, split_tokens
 from helpers.local_trainer import LocalTrainer
 from helpers.manifests import changed
 from helpers.trainer_ranks import dpo_batch, job, load_command, ppo_batch, reward_batch, sft_batch
@@ -59,6 +60,28 @@ def test_rows_of_similar_lengths_come_together_and_their_padding_counts(
     assert all(0 < len(part) * max(lengths[row] for row in part) <= most for part in parts)
     spans = sorted((min(lengths[row] for row in part), max(lengths[row] for row in part)) for part in parts)
     assert all(high <= low for (_, high), (low, _) in itertools.pairwise(spans))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.data())
+def test_a_number_of_rows_that_are_not_packed_come_by_similar_lengths(
+    dp: int, micro: int, count: int, data: st.DataObject
+) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 400), min_size=dp * micro * count, max_size=dp * micro * count))
+    found = split(lengths, dp, micro, packs=False)
+    assert [[len(part) for part in rank] for rank in found] == [[micro] * count] * dp
+    parts = [part for rank in found for part in rank]
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    spans = sorted((min(lengths[row] for row in part), max(lengths[row] for row in part)) for part in parts)
+    assert all(high <= low for (_, high), (low, _) in itertools.pairwise(spans))
+
+
+@given(st.lists(st.tuples(st.integers(1, 400), st.integers(1, 400)), min_size=1, max_size=30), st.integers(0, 800))
+def test_pairs_as_rows_do_not_take_more_tokens_than_they_may(pairs: list[tuple[int, int]], room: int) -> None:
+    lengths, most = torch.tensor(pairs).T.flatten(), 2 * max(map(max, pairs)) + room
+    (parts,) = split_tokens(pair_lengths(lengths, packs=False), 1, most, packs=False)
+    assert sorted(pair for part in parts for pair in part) == list(range(len(pairs)))
+    assert all(2 * len(part) * max(max(pairs[pair]) for pair in part) <= most for part in parts)
+    assert pair_lengths(lengths, packs=True) == [sum(pair) for pair in pairs]
 
 
 def test_micro_batches_have_nearly_as_many_tokens() -> None:

@@ -110,17 +110,21 @@ def unpacked(values: Tensor, where: Tensor) -> Tensor:
     return values.new_zeros(where.shape).masked_scatter(where, values)
 
 
-def split(lengths: Sequence[int], dp: int, micro: int) -> list[list[list[int]]]:
+def split(lengths: Sequence[int], dp: int, micro: int, packs: bool = True) -> list[list[list[int]]]:
     """The rows of each micro-batch of each data-parallel rank: `result[dp_rank][i]` has exactly `micro` rows.
 
     Ranks get equally many rows and nearly equally many tokens. The same holds for the micro-batches of a rank, which
-    come largest first. Raises BadCommand if the rows cannot be divided evenly."""
+    come largest first. For models that do not pack (`ModelFamily.packs`), a micro-batch has rows of similar lengths
+    instead, and padding is small. Raises BadCommand if the rows cannot be divided evenly."""
     if len(lengths) % (dp * micro):
         raise BadCommand(
             f"{len(lengths)} sequences cannot be split into micro-batches of {micro} on {dp} data-parallel ranks; "
             "the (mini-)batch size must be a multiple of microBatchSize times dp"
         )
     count = len(lengths) // (dp * micro)
+    if not packs:
+        order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+        return _dealt([sorted(order[i : i + micro]) for i in range(0, len(order), micro)], lengths, dp)
     result = []
     for rows in partition(lengths, dp, equal_counts=True):
         parts = partition([lengths[row] for row in rows], count, equal_counts=True)
@@ -150,6 +154,11 @@ def split_tokens(
     count = max(count or 1, -(-sum(lengths) // (dp * most)))
     while (parts := (_parts if packs else _similar)(lengths, dp * count, most)) is None:
         count += 1
+    return _dealt(parts, lengths, dp)
+
+
+def _dealt(parts: list[list[int]], lengths: Sequence[int], dp: int) -> list[list[list[int]]]:
+    """The parts of each data-parallel rank, the largest first. The i-th parts of all ranks have similar sizes."""
     parts.sort(key=lambda part: (-sum(lengths[row] for row in part), part))
     found: list[list[list[int]]] = [[] for _ in range(dp)]
     for start in range(0, len(parts), dp):
@@ -157,6 +166,14 @@ def split_tokens(
         turn = 1 if start // dp % 2 == 0 else -1
         for rank, part in zip(range(dp)[::turn], parts[start : start + dp], strict=True):
             found[rank].append(part)
+    return found
+
+
+def pair_lengths(lengths: Tensor, packs: bool) -> list[int]:
+    """The number of tokens of each pair that a pass computes. `lengths` (2n,) has the n chosen sequences, then the
+    rejected ones. For models that do not pack, the shorter one is padded to the longer one."""
+    chosen, rejected = lengths.chunk(2)
+    found: list[int] = (chosen + rejected if packs else 2 * torch.maximum(chosen, rejected)).tolist()
     return found
 
 

@@ -17,7 +17,7 @@ from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.preference_losses import kl_estimate, labelled_loss, preference_loss
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.engine.executor import MicroBatch
-from dovetail.trainer.packed_batches import Packed, Sequences, moved, read, unpacked
+from dovetail.trainer.packed_batches import Packed, Sequences, moved, pair_lengths, read, unpacked
 from dovetail.trainer.steps.sft_step import predictions
 from dovetail.trainer.steps.step_context import Context, Metrics, Run, balance, cut, digest, mean
 
@@ -75,11 +75,10 @@ class JudgedBatch:
         """The rows of these records. For pairs the chosen rows come first, then the rejected ones."""
         return records if self.good is not None else [*records, *(row + self.records for row in records)]
 
-    def lengths(self) -> list[int]:
-        """The number of tokens of each record."""
-        lengths, n = self.responses.sequences.lengths, self.records
-        found: list[int] = (lengths if self.good is not None else lengths[:n] + lengths[n:]).tolist()
-        return found
+    def lengths(self, packs: bool) -> list[int]:
+        """The number of tokens of each record (`pair_lengths`)."""
+        lengths = self.responses.sequences.lengths
+        return pair_lengths(lengths, packs) if self.good is None else [int(length) for length in lengths]
 
     def loss(
         self, ratios: Tensor, config: DPO, records: list[int] | None = None, *, normaliser: float, kl: float
@@ -158,7 +157,7 @@ def prepare_step(context: Context, step: Step) -> Run:
     batch = _checked(context, step.batch)
     responses, n = batch.responses, batch.records
     tokens = step.micro_batch_tokens
-    micro_batches = cut(model, batch.lengths(), config.micro_batch_size, tokens)
+    micro_batches = cut(model, batch.lengths(model.packs), config.micro_batch_size, tokens)
     actions = context.actions(step, {"actor": len(micro_batches)})
     schedule = digest(step.actions)
 

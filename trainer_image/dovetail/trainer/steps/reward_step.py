@@ -9,7 +9,7 @@ from dovetail.protocol.messages import Evaluate, Step
 from dovetail.trainer.algorithms.losses import reward_loss
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.engine.executor import MicroBatch
-from dovetail.trainer.packed_batches import Packed, Sequences
+from dovetail.trainer.packed_batches import Packed, Sequences, pair_lengths
 from dovetail.trainer.steps.step_context import Context, Metrics, Run, balance, cut, digest, mean
 
 
@@ -38,7 +38,7 @@ def prepare_step(context: Context, step: Step) -> Run:
     model = context.model("reward")
     pairs = load_pairs(context, step.batch)
     n = len(pairs) // 2
-    lengths = (pairs.lengths[:n] + pairs.lengths[n:]).tolist()
+    lengths = pair_lengths(pairs.lengths, model.packs)
     last = last_tokens(pairs)
     micro, tokens = context.spec.reward.micro_batch_size, step.micro_batch_tokens
     micro_batches = cut(model, lengths, micro, tokens)

@@ -195,7 +195,7 @@ def cut(
     """The rows of each micro-batch of `model` on this rank. Micro-batches have `rows` rows. With `tokens` they have at
     most this many tokens, and there are at least `count`. Raises BadCommand."""
     if tokens is None:
-        return split(lengths, model.dp_size, rows)[model.dp_rank]
+        return split(lengths, model.dp_size, rows, model.packs)[model.dp_rank]
     return split_tokens(lengths, model.dp_size, tokens, count, model.packs)[model.dp_rank]
 
 
