@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dovetail.coordinator.data.downloads.proof import DEADLINE
 from dovetail.manifest.model_families import MODEL_FAMILIES, ModelFamily
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.models import HuggingFaceWriter, ModelError, PipelineStage, build_stage, load_config
@@ -47,7 +48,7 @@ _SMALL = {
 _LENGTHS = (9, 13)
 _TOLERANCE = 2e-5  # of the largest number, in float32
 _MOST_LAYERS = 16
-_PATIENCE = timedelta(minutes=1)
+_PATIENCE = timedelta(seconds=DEADLINE)
 _FIELDS = {"tied": "tie_word_embeddings"}  # facts that are the defaults of these fields
 _MEND = f"use a model of another type: {', '.join(MODEL_FAMILIES)}"
 
@@ -345,7 +346,7 @@ def share(copies: dict[Path, ModelFamily]) -> dict[Path, str | None]:
 
 def _rank(rank: int, copies: dict[Path, ModelFamily], answers: Path) -> None:
     """One of two tensor-parallel ranks. It writes by how much each copy's logits or gradients differ from those of one
-    rank."""
+    rank. It raises what torch.distributed says of the other rank."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -377,7 +378,10 @@ def _rank(rank: int, copies: dict[Path, ModelFamily], answers: Path) -> None:
                     dist.all_reduce(gradients[name])
                 of_one = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
                 _all_equal(gradients, of_one, "")
-            except Exception as error:  # both ranks raise it, because they run the same code
+            except Exception as error:  # both ranks raise what the model does, because they run the same code
+                # gloo's own errors are often plain RuntimeErrors that name its file.
+                if isinstance(error, dist.DistError) or "gloo" in str(error):
+                    raise
                 found[str(folder)] = last_line(error)
     torch.save(found, answers / str(rank))
     dist.destroy_process_group()

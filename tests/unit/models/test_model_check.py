@@ -16,8 +16,10 @@ from click.testing import CliRunner
 from dovetail.cli.main import cli
 from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.manifest.model_families import MODEL_FAMILIES, REFUSED
+from dovetail.models import tensor_parallel
 from dovetail.models.derive import derive_family, differences
 from dovetail.protocol.messages import ModelRef
+from dovetail.tools import model_check
 from dovetail.tools.model_check import prove, prove_model, served, share, small_copy
 from helpers.family_models import COMMON, FAMILIES
 
@@ -123,6 +125,28 @@ def test_two_ranks_that_fail_refuse_no_model(
     two = next(f for f in found if f.check == "tensor parallelism")
     assert two.state == state
     assert says in two.says
+
+
+def _lonely_rank(rank: int, copies: dict[Path, Any], answers: Path) -> None:
+    """Rank 1 fails by itself and ends, and rank 0 waits for it."""
+    if rank == 1:
+        tensor_parallel.split_stage = lambda *_: [][0]
+    model_check._rank(rank, copies, answers)
+
+
+def test_a_rank_that_loses_its_peer_says_nothing_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = model_check.share
+
+    def lonely(copies: dict[Path, Any]) -> dict[Path, str | None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(model_check, "_rank", _lonely_rank)
+            return share(copies)
+
+    monkeypatch.setattr(model_check, "share", lonely)
+    found = {f.check: f for f in prove(config_of("llama", **COMMON, **FAMILIES["llama"]), tmp_path)}
+    two = found["tensor parallelism"]
+    assert two.state == "skipped"
+    assert "two ranks cannot run here: " in two.says
 
 
 def test_a_gradient_that_ranks_must_add_up_and_do_not_is_found(tmp_path: Path) -> None:
