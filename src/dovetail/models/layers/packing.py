@@ -136,7 +136,7 @@ class Packing:
         counts = torch.tensor([b + n for b, n in zip(self.before, self.lengths, strict=True)])
         return self._moved(F.pad(counts.cumsum(0), (1, 0)).to(torch.int32))
 
-    @property
+    @cached_property
     def positions(self) -> Tensor:
         """The position of each token in its sequence, prefix or cache included, (total,) int64."""
         sizes, offsets = torch.tensor(self.lengths), torch.tensor(self.before) - self._starts[:-1]
