@@ -7,7 +7,6 @@ read them without torch."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -304,6 +303,8 @@ class known:  # noqa: N801  a context manager
         return self.family
 
     def __exit__(self, *_: object) -> None:
-        del MODEL_FAMILIES[self.family.name]
-        if self.before is not None:
-            MODEL_FAMILIES[self.family.name] = replace(self.before)
+        if self.before is None:
+            del MODEL_FAMILIES[self.family.name]
+        else:
+            # In its place: pages and messages list the families in the table's order.
+            MODEL_FAMILIES[self.family.name] = self.before

@@ -17,7 +17,7 @@ from dovetail.cli.main import cli
 from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.manifest.model_families import MODEL_FAMILIES, REFUSED
 from dovetail.models import tensor_parallel
-from dovetail.models.derive import derive_family, differences
+from dovetail.models.derive import derive_family, differences, known
 from dovetail.protocol.messages import ModelRef
 from dovetail.tools import model_check
 from dovetail.tools.model_check import prove, prove_model, served, share, small_copy
@@ -36,6 +36,15 @@ def problems(kind: str, folder: Path, **facts: Any) -> str:
     """What the check finds wrong in a family whose facts are changed."""
     found = prove(config_of(kind), folder, replace(MODEL_FAMILIES[kind], **facts), ranks=False)
     return "; ".join(finding.says for finding in found if finding.state == "problem")
+
+
+def test_a_family_tried_for_a_while_leaves_the_table_as_it_was() -> None:
+    """Its order too: pages and messages list the families in it."""
+    before = list(MODEL_FAMILIES.items())
+    for name in ("llama", "made_up"):
+        with known(replace(MODEL_FAMILIES["llama"], name=name, packs=False)):
+            assert not MODEL_FAMILIES[name].packs
+    assert list(MODEL_FAMILIES.items()) == before
 
 
 @pytest.mark.parametrize("kind", sorted(MODEL_FAMILIES))
