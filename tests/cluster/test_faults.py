@@ -29,7 +29,7 @@ PROMPTS = 8
 PACE_SECONDS, STARTING_PACE_SECONDS = 3.0, 60.0
 PEER_TIMEOUT_SECONDS = 20
 ETCD_SECONDS = 30
-START_SECONDS, RECOVERY_SECONDS, POLL_SECONDS = 1800.0, 1200.0, 0.5
+START_SECONDS, RECOVERY_SECONDS = 1800.0, 1200.0
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def kill_process(group: str, module: str, job: ClusterJob) -> set[str]:
         job.kill(group, module)
         return {group}
     job.pace(STARTING_PACE_SECONDS)
-    wait_for(f"{group} is steady", partial(is_steady, job, group), STEADY_SECONDS + RECOVERY_SECONDS, POLL_SECONDS)
+    job.wait_for(f"{group} is steady", partial(is_steady, job, group), STEADY_SECONDS + RECOVERY_SECONDS)
     job.pace(PACE_SECONDS)
     job.kill(group, module)
     return set()
@@ -111,7 +111,7 @@ def upgrade_pool(job: ClusterJob) -> set[str]:
         assert "which was cordoned by kubectl" in told["message"]
     finally:
         job.cluster.kubectl("uncordon", *nodes)
-    wait_for("the end of the disruption", lambda: job.condition("Disrupted")["status"] == "False", RECOVERY_SECONDS)
+    job.wait_for("the end of the disruption", lambda: job.condition("Disrupted")["status"] == "False", RECOVERY_SECONDS)
     return {"coordinator", *PRODUCTS}
 
 
@@ -121,7 +121,7 @@ def ban_node(job: ClusterJob) -> set[str]:
     group = "v100" if pods["coordinator"]["spec"]["nodeName"] != "v100" else "a10"
     job.cluster.kubectl("taint", "node", group, "example.com/repair=:NoExecute")
     try:
-        told = wait_for("the disruption", lambda: disrupted(job), RECOVERY_SECONDS, POLL_SECONDS)
+        told = job.wait_for("the disruption", lambda: disrupted(job), RECOVERY_SECONDS)
         assert told["reason"] == "DeletionByTaintManager"
         assert f"node {group}, which has the taint example.com/repair:NoExecute" in told["message"]
     finally:
@@ -134,7 +134,7 @@ def delete_node(job: ClusterJob) -> set[str]:
     pods = job.pods()
     group = "v100" if pods["coordinator"]["spec"]["nodeName"] != "v100" else "a10"
     job.cluster.kubectl("delete", "node", group)
-    told = wait_for("the disruption", lambda: disrupted(job), RECOVERY_SECONDS, POLL_SECONDS)
+    told = job.wait_for("the disruption", lambda: disrupted(job), RECOVERY_SECONDS)
     assert told["reason"] == "DeletionByPodGC"
     job.cluster.devcluster("restart", f"kubelet-{group}")
     return {group}
@@ -151,7 +151,7 @@ def take_node(job: ClusterJob) -> set[str]:
     notice, before = "aws-node-termination-handler/spot-itn", job.uids()["v100"]
     job.cluster.kubectl("taint", "node", "v100", f"{notice}=soon:NoSchedule")
     try:
-        wait_for("the rollout to leave", lambda: job.uids().get("v100") != before, RECOVERY_SECONDS, POLL_SECONDS)
+        job.wait_for("the rollout to leave", lambda: job.uids().get("v100") != before, RECOVERY_SECONDS)
         go_on(job, 1)
     finally:
         job.cluster.kubectl("taint", "node", "v100", f"{notice}-")
@@ -180,7 +180,7 @@ def kill_leader(job: ClusterJob) -> set[str]:
     kill("dovetail.operator.main", "DOVETAIL_IDENTITY", wait_for("a leader", lambda: holder(job.cluster)))
     # Whoever leads now writes the status.
     target = job.iteration() + 1
-    wait_for("the next leader", lambda: job.document()["status"]["iteration"] >= target, RECOVERY_SECONDS)
+    job.wait_for("the next leader", lambda: job.document()["status"]["iteration"] >= target, RECOVERY_SECONDS)
     return set()
 
 
@@ -228,7 +228,7 @@ def has_new(job: ClusterJob, groups: set[str], before: dict[str, str]) -> bool:
 def go_on(job: ClusterJob, iterations: int) -> None:
     """Until so many more iterations are done."""
     target = job.iteration() + iterations
-    wait_for(f"iteration {target}", lambda: job.iteration() >= target, RECOVERY_SECONDS)
+    job.wait_for(f"iteration {target}", lambda: job.iteration() >= target, RECOVERY_SECONDS)
 
 
 FAULTS: dict[str, Callable[[ClusterJob], set[str]]] = {
@@ -294,11 +294,11 @@ def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
         done = time.monotonic()
         if expected:
             job.pace(STARTING_PACE_SECONDS)
-            wait_for(f"new pods: {name}", partial(has_new, job, expected, before), RECOVERY_SECONDS, POLL_SECONDS)
+            job.wait_for(f"new pods: {name}", partial(has_new, job, expected, before), RECOVERY_SECONDS)
         returned = {i: n for i, n in births.items() if i in RETURNS.get(name, ())}
-        wait_for(f"all at work: {name}", partial(at_work, job, returned), RECOVERY_SECONDS, POLL_SECONDS)
+        job.wait_for(f"all at work: {name}", partial(at_work, job, returned), RECOVERY_SECONDS)
         working = time.monotonic()
-        wait_for(f"all pods: {name}", job.whole, RECOVERY_SECONDS, POLL_SECONDS)
+        job.wait_for(f"all pods: {name}", job.whole, RECOVERY_SECONDS)
         whole = time.monotonic()
         job.pace(PACE_SECONDS)
         go_on(job, 1)
@@ -313,7 +313,7 @@ def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
         assert replaced == expected, name
         assert not is_true(job.document(), "Completed"), "the job must outlast its faults"
     job.pace(0)
-    wait_for("the end", lambda: is_true(job.document(), "Completed"), RECOVERY_SECONDS, POLL_SECONDS)
+    job.wait_for("the end", lambda: is_true(job.document(), "Completed"), RECOVERY_SECONDS)
     restarts = [
         c["restartCount"] for p in cluster.items("pods", "-n", namespace) for c in p["status"]["containerStatuses"]
     ]

@@ -25,6 +25,8 @@ import psutil
 import pytest
 import torch
 
+from dovetail.coordinator.workers import offers
+from dovetail.coordinator.workers.offers import ReceiverError
 from dovetail.manifest.types import Generation
 from dovetail.protocol.messages import Offer, Publish
 from dovetail.protocol.sampling import sampling_params
@@ -314,6 +316,34 @@ def test_a_server_that_serves_other_weights_than_it_was_sent_answers_nobody(
     monkeypatch.undo()
     assert trainer.publish(model, 10) == {"rollout-0": None, "rollout-1": None}
     assert world.servers[0].generate([8, 8], **GREEDY)[0] == hf_greedy(model, [8, 8], 40)[0]
+
+
+@pytest.mark.parametrize("lost", ["update_weights", "reset_prefix_cache"])
+def test_an_update_that_nobody_finishes_hinders_no_later_one(
+    world: World, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """As of a coordinator that dies before this call."""
+    if lost == "update_weights":
+        for server in world.servers:
+            assert server.call("/pause?mode=abort", method="POST")[0] == 200
+            assert server.call("/start_weight_update", method="POST")[0] == 200
+    else:
+        post = offers.post
+
+        async def dying(session: Any, url: str, *arguments: Any) -> Any:
+            if f"/{lost}" in url:
+                raise ReceiverError("the coordinator died")
+            return await post(session, url, *arguments)
+
+        monkeypatch.setattr(offers, "post", dying)
+        errors = trainer.publish(actor_of(world.config, 18), 10)
+        assert list(errors.values()) == ["the coordinator died"] * 2
+        monkeypatch.undo()
+    assert [server.weight_version() for server in world.servers] == [None, None]
+    model = actor_of(world.config, 19)
+    assert trainer.publish(model, 10) == {"rollout-0": None, "rollout-1": None}
+    for server in world.servers:
+        assert server.generate([8, 8], **GREEDY)[0] == hf_greedy(model, [8, 8], 40)[0]
 
 
 def test_half_a_header_is_closed(world: World, trainer: Trainer) -> None:

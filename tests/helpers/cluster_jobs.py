@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import yaml
 from devcluster.settings import find
 
-from helpers.cluster import KubeCluster
+from helpers.cluster import KubeCluster, wait_for
 from helpers.jobs import MANIFEST, events, paced_reward, set_pace
+from helpers.whole_lines import whole_lines
+
+T = TypeVar("T")
 
 PRODUCTS = {"a100": "NVIDIA-A100-SXM4-80GB", "v100": "Tesla-V100-SXM2-32GB", "a10": "NVIDIA-A10"}
 _MOUNT = {"name": "paced", "mountPath": "/etc/paced", "readOnly": True}
@@ -71,6 +75,34 @@ class ClusterJob:
     def whole(self) -> bool:
         pods = self.pods()
         return set(pods) == {"coordinator", *PRODUCTS} and all(is_true(pod, "Ready") for pod in pods.values())
+
+    def wait_for(self, what: str, check: Callable[[], T], seconds: float) -> T:
+        """As `helpers.cluster.wait_for`, but it ends when the job has failed, and its error says how the job is."""
+
+        def checked() -> T:
+            failed = events(self.run_dir(), "job.failed")
+            assert not failed, f"{what}: the job failed: {failed[-1]['reason']}"
+            return check()
+
+        try:
+            return wait_for(what, checked, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.described()}") from None
+
+    def described(self) -> str:
+        """Conditions, the last known health of each instance, pods, and the last events, one a line."""
+        conditions = self.document().get("status", {}).get("conditions") or []
+        lines = [f"{c['type']}={c['status']} {c['reason']}: {c['message']}" for c in conditions]
+        health = {e["instance"]: e for e in events(self.run_dir(), "instance.health")}
+        lines += [f"{name} is {e['health']} since {e['time']}: {e['reason']}" for name, e in sorted(health.items())]
+        for pod in self.cluster.items("pods", "-n", self.namespace):
+            status = pod["status"]
+            states = [c["state"] for c in status.get("containerStatuses") or []]
+            ending = ", is being deleted" if "deletionTimestamp" in pod["metadata"] else ""
+            ready = "ready" if is_true(pod, "Ready") else "not ready"
+            node = pod["spec"].get("nodeName")
+            lines.append(f"{pod['metadata']['name']} on {node}: {status.get('phase')}, {ready}{ending}: {states}")
+        return "\n".join([*lines, *(line[:400] for line in whole_lines(self.run_dir() / "events.jsonl")[-40:])])
 
     def kill(self, group: str, module: str) -> None:
         """SIGKILL to a process of a pod, which may be the first of its container."""

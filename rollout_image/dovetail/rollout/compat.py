@@ -47,6 +47,11 @@ PRIVATE = (
         "the same modules need memory for what is copied into them",
     ),
     Private(
+        "vllm.v1.worker.gpu_worker:Worker._weight_update_active",
+        SEEN,
+        "a worker whose update was never finished refuses the next one for ever, and nothing public gives an update up",
+    ),
+    Private(
         "vllm.v1.sample.logits_processor.builtin:process_dict_updates",
         SEEN,
         "a logits processor keeps its requests by their place in the batch; this follows moves and swaps",
@@ -218,6 +223,12 @@ def finish_reload(model: Any, model_config: Any) -> None:
         if (info := get_layerwise_info(module)).can_load():
             _layerwise_process(module, info)
     finalize_layerwise_reload(model, model_config)
+
+
+def give_update_up(worker: Any) -> None:
+    """End a worker's weight update that was begun and not finished, if there is one."""
+    worker._weight_update_active = False
+    worker.weight_transfer_engine.reset_weight_update_target()
 
 
 def _written_directly(model: Any) -> list[Any]:

@@ -157,7 +157,7 @@ class InfoRoutes:
             # This must be recorded before the engine gets the request.
             STATE.lose_weights()
             with weight_operation("start"):
-                await request.app.state.engine_client.start_weight_update()
+                await guarded(request, "begin_weight_update")
             return JSONResponse({"message": "Weight update started"})
 
         async def finish_weight_update(request: Request, weight_version: str | None = Body(None, embed=True)) -> Any:
@@ -168,7 +168,8 @@ class InfoRoutes:
                     {"error": {"message": f"weight_version must be an integer, not {weight_version!r}"}}, 400
                 )
             with weight_operation("finish"):
-                await request.app.state.engine_client.finish_weight_update(weight_version)
+                await guarded(request, "finish_weight_update")
+                await request.app.state.engine_client.update_weight_version(str(version))
             STATE.arrived = version
             return JSONResponse({"message": "Weight update finished"})
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from dovetail.protocol.errors import error_text
 from dovetail.protocol.messages import SendOn
+from dovetail.rollout.compat import give_update_up
 
 # vLLM configures loggers below this name only.
 logger = logging.getLogger("vllm.dovetail.weights")
@@ -30,6 +31,12 @@ class WeightsWorker:
             logger.exception("%s failed", method)
             return error_text(error)
         return None
+
+    def begin_weight_update(self) -> None:
+        """Begin an update of the weights. One that was not finished is given up, because the coordinator that began it
+        may have died, or may have stopped waiting."""
+        give_update_up(self)
+        self.start_weight_update()  # type: ignore[attr-defined]
 
 
 class SendingWorker(WeightsWorker):
