@@ -29,6 +29,7 @@ from helpers.jobs import (
     stored_samples,
     summary,
     tiny_job,
+    untrained,
 )
 
 pytestmark = pytest.mark.slow
@@ -174,6 +175,7 @@ def check_same(run_dir: Path, peaceful: Path, lag: int, iterations: int = ITERAT
         ours, theirs = stored_samples(run_dir, iteration), stored_samples(peaceful, iteration)
         assert [(s.key, s.tokens.tolist()) for s in ours] == [(s.key, s.tokens.tolist()) for s in theirs]
     assert [name for name in same_weights(peaceful, run_dir) if "actor-best" not in name] == []
+    assert untrained(run_dir) == []
 
 
 def check_disturbed(code: Path, run_dir: Path, peaceful: Path, lag: int, faults: list[Fault], **spec: Any) -> None:

@@ -22,7 +22,18 @@ from dovetail.coordinator.store.identity import delete_run, run_of
 from dovetail.coordinator.store.store import open_records
 from dovetail.manifest.types import RLHFJob
 from helpers.finished_runs import report_answers
-from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, sample_rows, summary, tiny_job
+from helpers.jobs import (
+    Fault,
+    Injector,
+    events,
+    history,
+    run_job,
+    same_weights,
+    sample_rows,
+    summary,
+    tiny_job,
+    untrained,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -203,6 +214,7 @@ def test_killing_every_process_costs_nothing_but_time(tmp_path: Path, peaceful: 
     assert {row[3] for row in rows} == {"trained"}
     # Sampling is keyed by position and replays are exact: the same tokens as in the undisturbed run, to the last one.
     assert [row[4] for row in rows] == [row[4] for row in sample_rows(peaceful)]
+    assert untrained(tmp_path) == []
     assert summary(tmp_path)["ppo"]["reward_last"]["mean"] == pytest.approx(
         summary(peaceful)["ppo"]["reward_last"]["mean"], abs=1e-3
     )
@@ -238,6 +250,7 @@ def test_what_freezes_for_good_is_replaced(tmp_path: Path, peaceful: Path) -> No
     assert [t for t in told if "rollouts-0 died (killed, as it hung: its process " in t], told
     assert [t for t in told if "its spawner killed, as it hung: stopped for " in t], told
     assert same_weights(peaceful, tmp_path) == []
+    assert untrained(tmp_path) == []
 
 
 def flip_a_bit(file: Path) -> None:
@@ -274,6 +287,7 @@ def test_a_run_is_extended_when_finished_when_failed_interrupted_moved_and_damag
     outcome, _ = run_job(more, moved, resume=True)
     assert outcome.succeeded, outcome.reason
     assert not folder.exists()
+    assert untrained(moved) == []
     assert sorted(history(moved, "ppo")) == [1, 2, 3, 4]
     finished = [e["stage"] for e in events(moved, "stage.finished")]
     assert finished.count("sft") == 1, "SFT was run again"

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.launch.local.launcher import Launcher
-from helpers.jobs import children_of, run_job, same_weights, tiny_job
+from helpers.jobs import children_of, run_job, same_weights, tiny_job, untrained
 
 PEER_TIMEOUT_SECONDS = 15
 # So many that a run lasts longer than its processes take to start.
@@ -133,6 +133,7 @@ def drill(folder: Path, seconds: float, seed: int, tell: Callable[[str], None], 
         wrong = same_weights(folder / "peace", run)
         different += [f"round {len(rounds)}: {name}" for name in wrong]
         tell(f"round {len(rounds)}: {rounds[-1]:.0f} s, {len(wrong)} tensors differ")
+        failures += untrained(run)
         shutil.rmtree(run)
     means = {kind: round(sum(values) / len(values), 1) for kind, values in sorted(hand.replaced_after.items())}
     return {

@@ -25,6 +25,7 @@ from dovetail.launch.local.launcher import Launcher, earlier_run
 from dovetail.launch.supervisor import Outcome
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.make_plan import make_plan
+from dovetail.tools.run_audit import audit_run
 from helpers.nursery import forked_jobs
 from helpers.whole_lines import whole_lines
 
@@ -206,6 +207,14 @@ def children_of(pid: int) -> list[int]:
         return [child.pid for child in psutil.Process(pid).children()]
     except psutil.NoSuchProcess:
         return []
+
+
+def untrained(run_dir: Path) -> list[str]:
+    """What `dovetail audit` finds wrong with the prompts of a run. The data is read again, too."""
+    audited = audit_run(run_dir)
+    assert audited.unread == ""
+    assert audited.found.done
+    return list(audited.found.problems)
 
 
 def same_weights(one: Path, other: Path) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import click
 
+from dovetail.cli.audit_command import audit
 from dovetail.cli.chat_command import chat, serve
 from dovetail.cli.data_command import data
 from dovetail.cli.debug import debug
@@ -136,6 +137,7 @@ COMMANDS = (
     push,
     export,
     report,
+    audit,
     validate,
     plan,
     schedule,

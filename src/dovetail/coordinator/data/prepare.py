@@ -407,6 +407,17 @@ def prepare(
     return Prepared(spec, tokenizer_dir, config_dir, sources, tokenizer, data)
 
 
+def prompts_of_run(spec: RLHFJobSpec, run_dir: Path, known: Mapping[str, Fingerprint]) -> Prepared:
+    """What a run was given, to read its prompts again. It loads no model, and changes nothing but the cache of data
+    sets. Raises DataError if the data is not there any more, or is not that of the fingerprints in `known`."""
+    folder = run_dir / "tokenizer"
+    tokenizer = tokenizers.load(folder, "spec.models.tokenizer", trust_remote_code=_trusts(spec, "actor"))
+    # Without a tokenizer of its own, the run had none when it read the data.
+    given = None if spec.models.tokenizer.train else tokenizer
+    data = collect(spec, run_dir, run_dir / "cache" / "datasets", chat_format(given, _date_of(folder)), known)
+    return Prepared(spec, folder, run_dir / "models" / "actor-config", {}, tokenizer, data)
+
+
 def own_model(
     spec: RLHFJobSpec, name: str, sources: Mapping[str, Path | ScratchModel], tokenizer_dir: Path
 ) -> ModelRef | None:

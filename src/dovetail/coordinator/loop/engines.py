@@ -30,6 +30,7 @@ from dovetail.coordinator.loop.experience_maker import ExperienceMaker
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.ppo_stage import PPOStage
 from dovetail.coordinator.loop.supervised import SupervisedStages
+from dovetail.coordinator.reporting.audit import audit, summary_of
 from dovetail.coordinator.reporting.model_card import CardFacts
 from dovetail.coordinator.reporting.model_files import describe_models, list_sizes
 from dovetail.coordinator.reporting.page.page_documents import PageDocuments
@@ -462,6 +463,9 @@ class Engines:
         if Stage.PPO in self.spec.stages:
             await self._ppo.close_iterations()
             await self._ppo.finish()
+            store = self.records.store
+            found = await asyncio.to_thread(lambda: audit(self.spec, store.get, store.outcomes.parts()))
+            self.records.results.fact("audit", summary_of(found))
         models = self.settings.run_dir / "models"
         await asyncio.to_thread(describe_models, models, self._card_facts(), self.prepared.tokenizer)
         self._trained = await asyncio.to_thread(deliver, self.spec.output, models, self.run_id)

@@ -187,8 +187,8 @@ class ExperienceMaker:
         self.facts: dict[int, dict[str, float]] = {}
 
     def discard(self, iteration: int) -> None:
-        """Drop the iteration's samples. Others are generated when the run goes on."""
-        self._records.store.forget(iteration, [replaced_key(iteration)])
+        """Drop the iteration's samples and the facts of its step. Others are generated when the run goes on."""
+        self._records.store.forget(iteration, [replaced_key(iteration), f"ppo/{iteration}/facts"])
 
     async def rest(self) -> None:
         """Call it before training. Rollouts that share GPUs with trainers leave these to them."""

@@ -22,6 +22,7 @@ from dovetail.coordinator.samples.lineup import OpenIterations, Turn
 from dovetail.coordinator.schedules.step_commands import StepFacts, optimizer_steps, ppo_step, supervised_step
 from dovetail.coordinator.schedules.stored_schedule import applies, scheduled
 from dovetail.coordinator.store.manifest_changes import Settled
+from dovetail.coordinator.store.outcomes import trained_rows
 from dovetail.coordinator.store.samples import State
 from dovetail.coordinator.store.store import in_slices
 from dovetail.coordinator.workers.ranks import Ranks, StagePlan
@@ -370,13 +371,14 @@ class PPOStage:
             schedule = await self._scheduling.current()
             facts = replace(facts, schedule=None if schedule is None else schedule.as_json())
         digest = await asyncio.to_thread(self._records.batches.write, iteration, arrays)
-        store.put_all({f"ppo/{iteration}/facts": facts.as_json(), f"ppo/{iteration}/batch": digest})
+        rows = await asyncio.to_thread(trained_rows, arrays)
+        told = {f"ppo/{iteration}/facts": facts.as_json(), f"ppo/{iteration}/batch": digest}
+        store.put_trained(iteration, rows, told)
 
     def _refuse_untrue(self, iteration: int, metrics: dict[str, float]) -> None:
         """Raise UnhealthyError if the result of this iteration cannot be trusted. The iteration is then forgotten, so a
         resumed run draws and trains it again."""
         if untrue := self._report.untrue(iteration, metrics):
-            self._records.store.put(f"ppo/{iteration}/facts", None)
             self._maker.discard(iteration)
             self._report.check(iteration, untrue)
 

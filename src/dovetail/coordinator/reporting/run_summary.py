@@ -113,6 +113,8 @@ def show(console: Console, summary: Mapping[str, Any]) -> None:
     console.print(summary_table(summary))
     if said := outcome(summary):
         console.print(f"\n{said}", highlight=False, markup=False, soft_wrap=True)
+    if audited := get(summary, "audit.sentence"):
+        console.print(f"\n{audited}", highlight=False, markup=False, soft_wrap=True)
     if overlap := overlap_sentence(summary):
         console.print(f"\n{overlap}", highlight=False, soft_wrap=True)
     if sentences := health_sentences(summary):

@@ -90,6 +90,12 @@ CREATE TABLE IF NOT EXISTS tool_calls (
     request TEXT NOT NULL,           -- JSON: [name, arguments]
     observation TEXT,                -- what the tool answered, once it is known
     PRIMARY KEY (iteration, prompt_index, sample_index, attempt, turn, call)
+);
+-- What became of each iteration's samples.
+CREATE TABLE IF NOT EXISTS outcomes (
+    iteration INTEGER NOT NULL,
+    outcome TEXT NOT NULL,           -- `outcomes.Fate`
+    samples BLOB NOT NULL            -- compressed rows, `outcomes.ROW`
 )
 """
 
@@ -237,3 +243,23 @@ class Database:
         self._connection.close()
         os.close(self._lock_file)
         self._lock_file = -1
+
+
+class ReadOnlyDatabase(Database):
+    """The store of a run that may be at work. It changes and locks nothing."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises StoreError if there is no such store."""
+        self.path = path
+        if not path.is_file():
+            raise StoreError(f"{path.parent} is no run directory: it has no {path.name}")
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        with (
+            self._explained(),
+            closing(sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)) as connection,
+        ):
+            yield connection
+
+    def close(self) -> None: ...

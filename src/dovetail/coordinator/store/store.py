@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.store.database import Database, StoreError
+from dovetail.coordinator.store.outcomes import Fate, Outcomes, Rows, sample_rows
 from dovetail.coordinator.store.samples import NewSample, Sample, SampleTable
 from dovetail.coordinator.store.tool_calls import ToolCalls
 
@@ -41,7 +42,7 @@ class KeyValues:
                     "INSERT INTO kv VALUES (?,?) ON CONFLICT (key) DO UPDATE SET value=excluded.value", (key, text)
                 )
 
-    def put_all(self, values: dict[str, object]) -> None:
+    def put_all(self, values: Mapping[str, object]) -> None:
         """Store several keys in one transaction."""
         with self._db.transaction():
             for key, value in values.items():
@@ -76,13 +77,14 @@ class Store(KeyValues):
     """The store of a running job. When it is opened after a crash, samples that were being generated become pending
     again, with their tokens. `take_interrupted` then says which requests may still run on servers.
 
-    `samples` has the iterations' samples, and `tool_calls` the calls of tools in their episodes. Every method is
-    one transaction. All raise StoreError with one sentence if the disk is full, read-only or damaged. One thread
-    changes the store. Others may read it meanwhile."""
+    `samples` has the iterations' samples, `tool_calls` the calls of tools in their episodes, and `outcomes` what became
+    of all samples so far. Every method is one transaction. All raise StoreError with one sentence if the disk is full,
+    read-only or damaged. One thread changes the store. Others may read it meanwhile."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(Database(run_dir / "store.sqlite"))
         self.samples, self.tool_calls = SampleTable(self._db), ToolCalls(self._db)
+        self.outcomes = Outcomes(self._db)
         try:
             self._interrupted = self.samples.recover()
         except StoreError:
@@ -92,15 +94,27 @@ class Store(KeyValues):
     def replace_prompts(
         self, iteration: int, gone: Iterable[int], samples: Sequence[NewSample], values: dict[str, object]
     ) -> None:
-        """`SampleTable.replace_prompts` and `put_all` in one transaction."""
+        """`SampleTable.replace_prompts` and `put_all` in one transaction. Records the outcome of the prompts that are
+        gone."""
         with self._db.transaction():
-            self.samples.replace_prompts(iteration, gone, samples)
+            lost = set(gone)
+            found = [sample for sample in self.samples.samples(iteration) if sample.key.prompt in lost]
+            self.outcomes.put(iteration, Fate.EQUAL_REWARDS, sample_rows(found))
+            self.samples.replace_prompts(iteration, lost, samples)
+            self.put_all(values)
+
+    def put_trained(self, iteration: int, rows: Rows, values: Mapping[str, object]) -> None:
+        """Record what an iteration trains, and `put_all`, in one transaction."""
+        with self._db.transaction():
+            self.outcomes.put(iteration, Fate.TRAINED, rows)
             self.put_all(values)
 
     def forget(self, iteration: int, keys: Iterable[str]) -> None:
-        """`SampleTable.forget`, and delete these keys, in one transaction."""
+        """`SampleTable.forget`, and delete these keys, in one transaction. What the iteration trained does not
+        count."""
         with self._db.transaction():
             self.samples.forget(iteration)
+            self.outcomes.discard(iteration)
             for key in keys:
                 self.put(key, None)
 

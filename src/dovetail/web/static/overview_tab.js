@@ -103,7 +103,8 @@ export async function overviewTab({source, id, body, signal}) {
     const stages = byStage(await source.history(id, signal));
     const fact = (name, value) => h("div", {class: "card"}, h("span", {}, name), h("b", {}, value));
     swap(top, seen.reason ? h("div", {class: /fail|stop/i.test(seen.state) ? "note bad" : "note warn"}, h("b", {}, seen.state), seen.reason) : "",
-      seen.outcome ? h("div", {class: "note"}, h("b", {}, "Result"), seen.outcome) : "", ...healthPanel(seen.health).flat(),
+      seen.outcome ? h("div", {class: "note"}, h("b", {}, "Result"), seen.outcome) : "",
+      seen.audit?.sentence ? h("div", {class: seen.audit.problems.length ? "note bad" : "note good"}, h("b", {}, "Audit"), seen.audit.sentence) : "", ...healthPanel(seen.health).flat(),
       seen.problem ? h("p", {class: "mute"}, absent(seen.job, seen.problem)) : "",
       h("div", {class: "facts"}, fact("State", stateMark(seen.state)), fact("Stage", stageOf(seen)), fact("Time left", duration(seen.seconds_left)), fact("Reward", number(seen.reward)),
         fact("KL, nats", number(seen.kl)), fact("Samples per second", number(seen.samples_per_second)), fact("Seed", seen.seed ?? "–"), fact("Took", duration(seen.seconds))),

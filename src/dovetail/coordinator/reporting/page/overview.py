@@ -164,6 +164,7 @@ def overview(seen: SeenRun) -> Document:
             now=seen.now if running else None,
         ),
         "outcome": outcome(seen.summary),
+        "audit": get(seen.summary, "audit") or {},
         "results": [list(row) for row in _results(seen.summary)],
         "phases": _phases(ppo.values()),
         "overlap": overlap_sentence(seen.summary),
