@@ -293,7 +293,7 @@ async def end_iteration(folder: Path, samples: int, tokens: int) -> dict[str, An
     scored(store, samples, tokens, len(tokenizer))
     spec: Any = SimpleNamespace(samples=SampleLog(), stages=[Stage.PPO], ppo=SimpleNamespace(iterations=1), seed=0)
     records = RunRecords.of(folder, store, spec, CollectorRegistry(), lambda *_, **__: None)
-    assembly = ExperienceAssembly(store.samples, Texts(tokenizer), 0, None)
+    assembly = ExperienceAssembly(store, Texts(tokenizer), 0, None, False)
     prompts = [PromptRecord(i, "prompt", list(range(PROMPT_TOKENS)), {}) for i in range(-(-samples // 8))]
     turns, began = Turns(), time.perf_counter()
     made = await turns.part("experience", asyncio.to_thread(assembly.experience, 1, 0, prompts))

@@ -92,6 +92,11 @@ class FakeVllm:
             await self._runner.cleanup()
             self._runner = None
 
+    def next_token(self, seed: int, tokens: list[int]) -> tuple[int, bool]:
+        """The token that follows `tokens`, and whether it ends the response."""
+        token = token_at(seed, len(tokens))
+        return token, token % END_EVERY == 0
+
     def join(self, fleet: Fleet, version: int = 1, **abilities: Any) -> None:
         """Report to the fleet as a ready server with weights."""
         self.version = version
@@ -185,7 +190,7 @@ class FakeVllm:
     async def _stream(
         self, request: web.Request, socket: web.WebSocketResponse, body: dict[str, Any], row: Callable[..., Any]
     ) -> None:
-        params, position = body["sampling_params"], len(body["token_ids"])
+        params = body["sampling_params"]
         interval, abort = self.burst or params["stream_interval"], self.running[body["request_id"]]
         waiting: list[int] = []
         every: list[int] = list(body["token_ids"])
@@ -207,9 +212,9 @@ class FakeVllm:
             if self._fault("garbage"):
                 await socket.send_bytes(b"not a frame of this protocol")
                 return
-            waiting.append(token_at(params["extra_args"][SEED], position))
-            every.append(waiting[-1])
-            position += 1
+            token, ended = self.next_token(params["extra_args"][SEED], every)
+            waiting.append(token)
+            every.append(token)
             self.tokens_sent += 1
             if self.die_after is not None and self.tokens_sent >= self.die_after:
                 if request.transport is not None:
@@ -217,7 +222,6 @@ class FakeVllm:
                 if not self._fault("survive"):
                     asyncio.get_running_loop().create_task(self.stop())
                 return
-            ended = waiting[-1] % END_EVERY == 0
             reason = "stop" if ended else "length" if made == params["max_tokens"] else None
             if reason or made == 1 or len(waiting) >= interval:
                 await row(waiting, reason, experts() if reason else b"")

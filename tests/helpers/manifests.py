@@ -517,6 +517,19 @@ RULES = [
     ),
     ({"groups.0.vllmArgs": ["--x"]}, "spec.groups[0].vllmArgs has no effect without the role rollout"),
     ({"groups.1.vllmArgs": ["--port=1"]}, "spec.groups[1].vllmArgs[0]: --port is set by Dovetail; remove it."),
+    *(
+        ({"sessions": {"environment": {"function": "a:B"}}, "models.reward": {"function": "a:b"}, **fields}, sentence)
+        for fields, sentence in (
+            ({"stages": ["sft"]}, "spec.sessions has no effect without ppo in spec.stages; remove it."),
+            ({"models.reward": {}}, "spec.sessions plays episodes, which no reward model scores; name a function in"),
+            ({"generation.stop": ["!"]}, "spec.generation.stop would end turns without the token that the chat"),
+            ({"ppo.routingReplay": True}, "spec.ppo.routingReplay does not know the tokens that tools put into an"),
+            (
+                {"ppo.dynamicSampling": 1, "ppo.samplesPerPrompt": 2},
+                "spec.ppo.dynamicSampling does not know which episodes of a prompt were discarded; set it to 0, or",
+            ),
+        )
+    ),
     (
         {"ppo.routingReplay": True, "groups.1.vllmArgs": ["--no-enable-prefix-caching"]},
         "spec.ppo.routingReplay needs vLLM's prefix cache, which --no-enable-prefix-caching turns off; remove it",

@@ -421,6 +421,39 @@ class PPO(Model):
         return "k3" if self.kl_in_loss else "k1"
 
 
+class SessionEnvironment(Model):
+    """What an episode is played with."""
+
+    function: Callable_ = Field(
+        description="module:Class. Its method reset begins an episode with the fields of a prompt's record. Its other "
+        "public methods are the tools, and get_reward, if it has one, says what the episode earned. It is imported "
+        "from models.reward.importPath.",
+    )
+
+
+class Sessions(Model):
+    """Episodes in place of samples: the model and the tools of an environment in turn."""
+
+    environment: SessionEnvironment = Field(description="The tools, and what they work on.")
+    max_turns: int = Field(default=8, ge=1, le=1000, description="Largest number of turns of the model in an episode.")
+    max_tokens: PositiveInt | None = Field(
+        default=None,
+        description="Most tokens that the model writes in a turn. generation.maxTokens limits what follows the "
+        "episode's prompt, all turns and the tools' answers together; null: that is the only limit.",
+    )
+    effects: Literal["Repeatable", "AtMostOnce"] = Field(
+        default="AtMostOnce",
+        description="What becomes of a call if the coordinator died meanwhile and nobody can say whether it was made. "
+        "Repeatable: it is made again. AtMostOnce: the episode is given up and played again in a new environment.",
+    )
+    on_failure: Literal["Discard", "Zero"] = Field(
+        default="Zero",
+        description="What becomes of an episode that the model failed: it called tools in its last turn too, wrote a "
+        "call that cannot be read, or reached a limit of tokens. Zero: it earned 0. Discard: it is not trained. "
+        "An episode that the environment failed is never trained.",
+    )
+
+
 class Generation(Model):
     """How rollouts generate responses."""
 

@@ -26,7 +26,16 @@ from dovetail.manifest.base import (
 from dovetail.manifest.field_policy import ANYTIME, WHEN_RESUMED, WHEN_SUSPENDED, NoEffect, OnCluster, fixed
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.status import RLHFJobStatus
-from dovetail.manifest.training_types import DPO, KL, PPO, Generation, ImportanceSampling, Optimizer, Supervised
+from dovetail.manifest.training_types import (
+    DPO,
+    KL,
+    PPO,
+    Generation,
+    ImportanceSampling,
+    Optimizer,
+    Sessions,
+    Supervised,
+)
 
 __all__ = [
     "API_VERSION",
@@ -71,6 +80,7 @@ __all__ = [
     "Role",
     "ScratchModel",
     "SecretKey",
+    "Sessions",
     "Stage",
     "StageSplit",
     "Storage",
@@ -871,6 +881,10 @@ class RLHFJobSpec(Model):
     ppo: PPO = Field(default_factory=PPO, description="Reinforcement learning.")
     generation: Annotated[Generation, fixed("samples under way were begun with it")] = Field(
         default_factory=Generation, description="How rollouts generate responses."
+    )
+    sessions: Annotated[Sessions | None, fixed("episodes under way were begun with it")] = Field(
+        default=None,
+        description="Set: samples are episodes of several turns, in which the model calls the tools of an environment.",
     )
     evaluation: Annotated[Evaluation, WHEN_RESUMED] = Field(
         default_factory=Evaluation, description="How the policy is measured on prompts that it does not train on."

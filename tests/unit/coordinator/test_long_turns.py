@@ -165,7 +165,7 @@ def test_an_experience_with_steps_is_made_in_another_thread_with_the_same_bits(s
     keys = scored(store, 1)
     store.samples.add_rewards("f", dict.fromkeys(keys, 1.0), {key: [(1, 0.5), (2, -1.0)] for key in keys})
     calls: Any = SimpleNamespace(functions=[SimpleNamespace(title="f", weight=2.0)])
-    assembly = ExperienceAssembly(store.samples, Texts(tokenizer), 0, calls)
+    assembly = ExperienceAssembly(store, Texts(tokenizer), 0, calls, False)
     prompts = [PromptRecord(i, f"prompt {i}", [7], {}) for i in range(PROMPTS)]
     here = assembly.experience(1, 0, prompts)
     tokenizer.threads.clear()
@@ -194,7 +194,7 @@ def test_samples_that_end_together_are_stored_in_slices(store: Store) -> None:
     flying = InFlight(store, fleet, lambda *_, **__: None, lambda: 0.0, GenerationSettings(), Speeds())
     for key, attempt in zip(keys, attempts, strict=True):
         tokens, logprobs = array("i", [1, 2]), array("f", [0, 0])
-        work = Work(key, array("i", [7]), 0, tokens, logprobs, 0, attempt, "r", "i", reason="stop")
+        work = Work(key, array("i", [7]), 0, tokens, logprobs, 0, 99, attempt, "r", "i", reason="stop")
         flying.begin(work, 0.0, 0.0)
         flying.ended(work)
     found = []
@@ -216,7 +216,7 @@ def test_a_turn_of_drawing_costs_what_changed_and_not_what_is_in_flight(store: S
         fleet = Fleet(lambda: 0.0, lambda *_, **__: None)
         flying = InFlight(store, fleet, lambda *_, **__: None, lambda: 0.0, GenerationSettings(), Speeds())
         for key, attempt in zip(keys, attempts, strict=True):
-            work = Work(key, array("i", [7]), 0, array("i"), array("f"), 0, attempt, "r", "i")
+            work = Work(key, array("i", [7]), 0, array("i"), array("f"), 0, 99, attempt, "r", "i")
             flying.begin(work, 0.0, 0.0)
         work.tokens.append(5)
         work.logprobs.append(-1.0)

@@ -304,4 +304,4 @@ def test_a_reward_is_a_number() -> None:
     begun = EnvironmentClass(NoNumber, "m:C").begin({})
     assert begun.observation == ""
     with pytest.raises(Failed, match="get_reward returned nan, which is no finite number"):
-        begun.reward()
+        asyncio.run(begun.reward())

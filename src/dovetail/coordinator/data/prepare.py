@@ -27,7 +27,7 @@ from dovetail.coordinator.data.records import Prompt, equal_pairs, plain_fields
 from dovetail.coordinator.data.seeds import derived_seed
 from dovetail.coordinator.data.sources import CHECKED, Rows
 from dovetail.coordinator.data.text import tokenizer as tokenizers
-from dovetail.coordinator.data.text.chat_template import chat_format
+from dovetail.coordinator.data.text.chat_template import ChatFormat, chat_format
 from dovetail.coordinator.data.text.tokenize import (
     Encoded,
     Encoder,
@@ -108,6 +108,7 @@ class Prepared:
         sources: dict[str, Path | ScratchModel],
         tokenizer: Any,
         data: Collection,
+        chat: ChatFormat,
     ) -> None:
         self.spec = spec
         self.tokenizer_dir = tokenizer_dir
@@ -115,6 +116,7 @@ class Prepared:
         self.sources = sources
         self.tokenizer = tokenizer
         self.data = data
+        self.chat = chat
         self.encoder = Encoder(tokenizer, spec.data.max_prompt_tokens, spec.data.max_tokens)
         self._tables: dict[DataKind, TokenTable] = {}
 
@@ -351,7 +353,16 @@ class Prepared:
         return dict.fromkeys(sorted(self.data.prompt_fields))
 
     def _prompt_records(self, prompts: Sequence[tuple[str, dict[str, Any]]]) -> list[PromptRecord]:
-        return [PromptRecord(i, text, self.encoder.prompt(text), fields) for i, (text, fields) in enumerate(prompts)]
+        return [
+            PromptRecord(i, text, self.encoder.prompt(text), fields | self._asked(text))
+            for i, (text, fields) in enumerate(prompts)
+        ]
+
+    def _asked(self, text: str) -> dict[str, Any]:
+        """The field with the messages of a prompt from which an episode begins. {} in a job without sessions."""
+        if self.spec.sessions is None:
+            return {}
+        return {"messages": list(getattr(text, "messages", ())) or [{"role": "user", "content": text}]}
 
 
 def prepare(
@@ -404,7 +415,7 @@ def prepare(
     for name, folder in sources.items():
         if isinstance(folder, Path) and getattr(spec.models, name).source.hugging_face is not None:
             check_weights(folder, f"spec.models.{name}.source.huggingFace")
-    return Prepared(spec, tokenizer_dir, config_dir, sources, tokenizer, data)
+    return Prepared(spec, tokenizer_dir, config_dir, sources, tokenizer, data, chat)
 
 
 def prompts_of_run(spec: RLHFJobSpec, run_dir: Path, known: Mapping[str, Fingerprint]) -> Prepared:

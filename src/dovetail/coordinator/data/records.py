@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -21,9 +21,17 @@ STAGE_OF: dict[DataKind, Stage] = {
 
 
 class Rendered(str):
-    """A text that has its special tokens, because a chat template wrote it. To other texts the tokenizer adds them."""
+    """A text that has its special tokens, because a chat template wrote it. To other texts the tokenizer adds them.
+    `messages` has what a prompt was written from."""
 
-    __slots__ = ()
+    __slots__ = ("messages",)
+
+    def __new__(cls, text: str, messages: Sequence[Mapping[str, Any]] = ()) -> Rendered:
+        made = super().__new__(cls, text)
+        made.messages = messages
+        return made
+
+    messages: Sequence[Mapping[str, Any]]
 
 
 def like(text: str, part: str) -> str:

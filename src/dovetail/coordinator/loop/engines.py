@@ -42,6 +42,7 @@ from dovetail.coordinator.rewards.calls import Calls, rehearse
 from dovetail.coordinator.rewards.live import LiveFunction, RewardCallable
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.samples.device_sharing import Devices
+from dovetail.coordinator.samples.episodes import Episodes
 from dovetail.coordinator.samples.evaluation import Evaluator
 from dovetail.coordinator.samples.evaluation_metrics import EvaluationMetrics
 from dovetail.coordinator.samples.generator import Generator
@@ -49,6 +50,7 @@ from dovetail.coordinator.samples.score import Score
 from dovetail.coordinator.samples.scorers import Scorers
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
+from dovetail.coordinator.sessions.python_environment import PythonEnvironment
 from dovetail.coordinator.store.delivery import OutputError, check, deliver, deliver_history
 from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.manifest_changes import adopt, reshard
@@ -203,7 +205,12 @@ class Engines:
         self._weights = Weights(job, self.fleet, self._publisher, self.session, self._devices)
         self._score = Score(job, prepared, self._scorers, self._rewards)
         self._generator = Generator(job, self.fleet, self._weights, settings.token, self._score.texts.decode)
-        maker = ExperienceMaker(job, prepared, self._weights, self._generator, self._score, self._devices)
+        drawn: Generator | Episodes = self._generator
+        if spec.sessions is not None:
+            folder = spec.models.reward.import_path or str(settings.base_dir)
+            environment = PythonEnvironment(spec.sessions.environment.function, folder)
+            drawn = Episodes(job, spec.sessions, prepared, environment, self._generator)
+        maker = ExperienceMaker(job, prepared, self._weights, drawn, self._score, self._devices)
         self._evaluation = Evaluator(spec, prepared.evaluation_prompts, self._metrics, maker.answer, records)
         self._supervised = SupervisedStages(job, self.session, self._batches, prepared.total_steps)
         self._ppo = PPOStage(job, prepared, self.session, self._weights, maker, self._evaluation)

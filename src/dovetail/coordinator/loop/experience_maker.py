@@ -23,6 +23,7 @@ from dovetail.coordinator.data.text.texts import Texts
 from dovetail.coordinator.job import Job
 from dovetail.coordinator.rewards.calls import Calls, evaluation_slot
 from dovetail.coordinator.samples.device_sharing import Devices
+from dovetail.coordinator.samples.episodes import Episodes
 from dovetail.coordinator.samples.evaluation_metrics import HeldOutAnswer
 from dovetail.coordinator.samples.fusion.account import account, record
 from dovetail.coordinator.samples.fusion.fused_stage import FusedStage
@@ -30,8 +31,8 @@ from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.lineup import Turn
 from dovetail.coordinator.samples.score import INFERENCE_SECONDS, Score
 from dovetail.coordinator.samples.scoring import Scorer
-from dovetail.coordinator.store.experience_files import experience_arrays
-from dovetail.coordinator.store.samples import NewSample, Sample, SampleTable, State
+from dovetail.coordinator.store.experience_files import episode_arrays, experience_arrays
+from dovetail.coordinator.store.samples import NewSample, Sample, State
 from dovetail.coordinator.store.step_rewards import step_arrays
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.coordinator.workers.weights import Weights
@@ -138,15 +139,17 @@ class ExperienceAssembly:
     call its methods in a thread.
 
     `pad` is the token that fills short rows. `calls` has the job's reward functions. It is None if a reward model gives
-    the rewards."""
+    the rewards. `compares` says whether the advantage compares the samples of one prompt."""
 
-    def __init__(self, samples: SampleTable, texts: Texts, pad: int, calls: Calls | None) -> None:
-        self._samples, self._texts, self._pad, self._calls = samples, texts, pad, calls
+    def __init__(self, store: Store, texts: Texts, pad: int, calls: Calls | None, compares: bool) -> None:
+        self._samples, self._episodes, self._compares = store.samples, store.episodes, compares
+        self._texts, self._pad, self._calls = texts, pad, calls
 
     def arrays_of(self, iteration: int, samples: Sequence[Sample]) -> SampleArrays:
         """The arrays of some of an iteration's samples, which are scored."""
         experts = self._samples.experts(iteration, sorted({s.key.prompt for s in samples}))
         arrays = experience_arrays(samples, self._pad, experts)
+        arrays |= episode_arrays(samples, self._episodes.of(iteration), self._compares)
         if self._calls is not None:
             weights = {function.title: function.weight for function in self._calls.functions}
             arrays |= step_arrays(samples, self._samples.steps(iteration), weights, self._text)
@@ -178,12 +181,20 @@ class ExperienceMaker:
     metrics of inter-stage fusion and of each reward function. The caller removes them."""
 
     def __init__(
-        self, job: Job, prepared: Prepared, weights: Weights, generator: Generator, score: Score, devices: Devices
+        self,
+        job: Job,
+        prepared: Prepared,
+        weights: Weights,
+        generator: Generator | Episodes,
+        score: Score,
+        devices: Devices,
     ) -> None:
         self._spec, self._records, self._prepared = job.spec, job.records, prepared
         self._weights, self._generator, self._score, self._devices = weights, generator, score, devices
         self._samples = job.store.samples
-        self._assembly = ExperienceAssembly(self._samples, score.texts, prepared.pad_token_id, score.calls)
+        self._assembly = ExperienceAssembly(
+            job.store, score.texts, prepared.pad_token_id, score.calls, job.spec.ppo.compares_samples
+        )
         self.facts: dict[int, dict[str, float]] = {}
 
     def discard(self, iteration: int) -> None:

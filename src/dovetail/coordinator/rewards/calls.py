@@ -190,5 +190,8 @@ async def rehearse(calls: Calls, prepared: Prepared) -> None:
             size = count if function.needs == "Group" else 1
             given = list(islice(responses, size))
             fields = fields_of(names, [record] * size)
+            if prepared.spec.sessions is not None:
+                spoken = [[*record.fields["messages"], {"role": "assistant", "content": each}] for each in given]
+                fields |= {"messages": spoken, "earned": [0.0] * size, "ending": ["answered"] * size}
             call = Call(1, record.index, [record.text] * size, given, fields)
             await calls.rewards(number, call, rehearsal=True)

@@ -10,6 +10,7 @@ import aiohttp
 
 from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.job import Job
+from dovetail.coordinator.samples.episodes import Episodes
 from dovetail.coordinator.samples.fusion.fusion import Fusion, StageFusion
 from dovetail.coordinator.samples.fusion.sleep import Sleepers
 from dovetail.coordinator.samples.generator import Generator
@@ -93,7 +94,7 @@ class Devices:
         blocks = RESPONSE_BLOCK if any(i.abilities.get("room") for i in self.fleet.instances("scorer")) else None
         return self._fusion.stage(iteration, prompt_lengths, self.fleet.eligible(ROLLOUT), blocks)
 
-    def give_way(self, left: int, fusion: StageFusion, generator: Generator) -> None:
+    def give_way(self, left: int, fusion: StageFusion, generator: Generator | Episodes) -> None:
         """Call it after each flush, with the number of samples that are left. Rollouts that fusion has freed go to
         sleep. If no other rollout is left to generate, all of them are woken."""
         waking = self._waking is not None and not self._waking.done()
@@ -103,7 +104,7 @@ class Devices:
             self._sleepers.expect(fusion.freed)
             self._sleepers.free(name for name in fusion.freed if generator.idle(name))
 
-    def may_score(self, scorer: Scorer, fusion: StageFusion, generator: Generator) -> bool:
+    def may_score(self, scorer: Scorer, fusion: StageFusion, generator: Generator | Episodes) -> bool:
         """Whether a scorer may work now, because its rollout leaves the device to it. A freed rollout that can sleep
         must be asleep first."""
         if not fusion.may_score(scorer.name, generator.idle):

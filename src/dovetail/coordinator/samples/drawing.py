@@ -47,6 +47,13 @@ LOOKS = 10
 class DrawingFollower:
     """Follows a drawing. These methods do nothing."""
 
+    def begun(self, drawing: Drawing) -> None:
+        """The drawing begins. More samples may be added to it from now on."""
+
+    def waiting(self) -> int:
+        """The number of samples that will be added to the drawing. It goes on until there are none."""
+        return 0
+
     def finished(self, sample: Sample) -> None:
         """A sample is stored as generated. Samples that were generated before, or that are stored while the drawing is
         cancelled or fails, are not told. Ask the store for these."""
@@ -104,7 +111,7 @@ class Drawing:
         self._generation = generation or shared.generation
         self._kv = shared.kv
         self._iteration, self._turn, self._follower = turn.iteration, turn, follower
-        self._pending = [Work.of(s) for s in samples]
+        self._pending = [Work.of(s, self._generation.max_tokens) for s in samples]
         if shared.replay:
             pieces = self._store.samples.experts(turn.iteration)
             for work in self._pending:
@@ -120,10 +127,21 @@ class Drawing:
         self._known: set[tuple[str, str]] = set()
         self._destinations: frozenset[str] = frozenset()
 
+    def add(self, sample: Sample, limit: int) -> None:
+        """Draw another sample, which is pending, with at most `limit` tokens."""
+        self._pending.append(Work.of(sample, limit))
+        self._total += 1
+        self.wake()
+
+    def wake(self) -> None:
+        """Look at once what there is to do."""
+        self._wake.set()
+
     async def run(self) -> Generated:
         """Generate and store every sample. Raises GenerationError or StoreError."""
         result, started = Generated(), self._clock()
         self._turn.draws(self)
+        self._follower.begun(self)
         result.tail.append((time.time(), self._total))
         self._fleet.listeners.append(self._wake.set)
         try:
@@ -140,7 +158,7 @@ class Drawing:
 
     def remaining(self) -> tuple[int, Mapping[str, int]]:
         """The number of samples that wait for a server, and the number on each server."""
-        return len(self._pending), self._flying.counts
+        return len(self._pending) + self._follower.waiting(), self._flying.counts
 
     def on(self, name: str) -> bool:
         """Whether an instance has samples."""
@@ -175,7 +193,7 @@ class Drawing:
     async def _loop(self, result: Generated) -> None:
         idle_since: float | None = None
         flushed = self._clock()
-        while self._pending or self._flying:
+        while self._pending or self._flying or self._follower.waiting():
             self._leave()
             eligible = self._eligible()
             self._greet(eligible)
@@ -309,7 +327,7 @@ class Drawing:
         departure, work.departure = work.departure, None
         try:
             room = int(instance.abilities.get("max_model_len") or 2**31) - len(work.prompt) - len(work.tokens)
-            left = min(self._generation.max_tokens - len(work.tokens), room)
+            left = min(work.limit - len(work.tokens), room)
             if left < 1:
                 # Either the response is complete but an earlier coordinator died before it was stored, or the context
                 # is full.

@@ -19,7 +19,7 @@ from dovetail.coordinator.samples.lineup import Lineup, Turn, Versions
 from dovetail.coordinator.samples.migrations import StopStrings
 from dovetail.coordinator.samples.requests import Requests
 from dovetail.coordinator.samples.streams import Growing
-from dovetail.coordinator.store.samples import State
+from dovetail.coordinator.store.samples import Sample, State
 from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.manifest.types import Generation
 from dovetail.protocol.sampling import asked_of_servers
@@ -89,11 +89,17 @@ class Generator:
         `generation` says how these samples are drawn, if it differs from the job's other samples. Its limit of tokens
         and its stop strings must be the job's. When the call is cancelled, the requests end and the tokens are
         kept."""
+        pending = self._samples.samples(turn.iteration, State.PENDING)
+        return await self.draw(turn, pending, follower or DrawingFollower(), generation)
+
+    async def draw(
+        self, turn: Turn, pending: Sequence[Sample], follower: DrawingFollower, generation: Generation | None
+    ) -> Generated:
+        """As `generate`, for these samples of the iteration, and for those that `follower` adds."""
         iteration = turn.iteration
         if iteration in self._drawings:
             raise RuntimeError("generate is already running")
-        pending = self._samples.samples(iteration, State.PENDING)
-        drawing = Drawing(self._shared, turn, pending, follower or DrawingFollower(), generation)
+        drawing = Drawing(self._shared, turn, pending, follower, generation)
         self._drawings[iteration] = drawing
         try:
             return await drawing.run()

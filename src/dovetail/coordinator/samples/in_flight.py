@@ -110,12 +110,12 @@ class Generated:
 
 @dataclass(eq=False)
 class Work:
-    """One sample that is being generated. `stored` of its `tokens` are in the store, and it had `before` tokens when
-    the current attempt began. Its last token arrived at `last_token`, and its request was asked to end at `ending`, in
-    monotonic seconds. `reason` is the server's finish reason. `failure` and `refusal` say why its stream broke.
-    `fruitless` counts attempts in a row without a token. `departure` says where its KV cache may still be. `interval`
-    is the number of tokens per event. `experts` has the experts of the tokens from `experts_from` on, which are not
-    stored yet. The experts of `reported` tokens are stored."""
+    """One sample that is being generated, with at most `limit` tokens. `stored` of its `tokens` are in the store, and
+    it had `before` tokens when the current attempt began. Its last token arrived at `last_token`, and its request was
+    asked to end at `ending`, in monotonic seconds. `reason` is the server's finish reason. `failure` and `refusal` say
+    why its stream broke. `fruitless` counts attempts in a row without a token. `departure` says where its KV cache may
+    still be. `interval` is the number of tokens per event. `experts` has the experts of the tokens from `experts_from`
+    on, which are not stored yet. The experts of `reported` tokens are stored."""
 
     key: Key
     prompt: array[int]
@@ -123,6 +123,7 @@ class Work:
     tokens: array[int]
     logprobs: array[float]
     stored: int
+    limit: int
     attempt: int = 0
     instance: str = ""
     incarnation: str = ""
@@ -145,10 +146,10 @@ class Work:
     reported: int = 0
 
     @staticmethod
-    def of(sample: Sample) -> Work:
+    def of(sample: Sample, limit: int) -> Work:
         """A pending sample with its tokens so far."""
         prompt, tokens = (array("i", each.tobytes()) for each in (sample.prompt_tokens, sample.tokens))
-        return Work(sample.key, prompt, sample.seed, tokens, array("f", sample.logprobs.tobytes()), len(tokens))
+        return Work(sample.key, prompt, sample.seed, tokens, array("f", sample.logprobs.tobytes()), len(tokens), limit)
 
     @property
     def request_id(self) -> str:

@@ -23,11 +23,13 @@ from dovetail.protocol.process.process_names import COORDINATOR
 
 @dataclass(frozen=True)
 class RewardFunctions:
-    """The reward functions of a job. `text` decodes a response. `calls` must be open."""
+    """The reward functions of a job. `text` decodes a response. `calls` must be open. `told` has the fields that a
+    sample adds to those of its prompt."""
 
     calls: Calls
     samples: SampleTable
     text: Callable[[Finished], Awaitable[ResponseText]]
+    told: Callable[[Key], dict[str, Any]] = lambda _: {}
 
 
 class Rewards:
@@ -48,6 +50,7 @@ class Rewards:
     ) -> None:
         self._iteration = iteration
         self._calls, self._samples, self._text = functions.calls, functions.samples, functions.text
+        self._told = functions.told
         self._records, self._fields = records, field_names(records)
         self._per_prompt = samples_per_prompt
         self._on_scores, self._on_span = on_scores, on_span
@@ -119,12 +122,14 @@ class Rewards:
         record = self._records[keys[0].prompt]
         try:
             said = [await self._responses[key] for key in keys]
+            told = [self._told(key) for key in keys]
             call = Call(
                 self._iteration,
                 keys[0].prompt,
                 [record.text] * len(keys),
                 [each.text for each in said],
-                fields_of(self._fields, [record] * len(keys)),
+                fields_of(self._fields, [record] * len(keys))
+                | {name: [each[name] for each in told] for name in told[0]},
                 keys[0].sample if len(keys) == 1 and self._per_prompt > 1 else None,
                 [each.raw for each in said],
             )

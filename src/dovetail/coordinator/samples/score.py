@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from dovetail.coordinator.data.prepare import Prepared, PromptRecord
 from dovetail.coordinator.data.text.texts import Texts
@@ -30,11 +31,22 @@ class Score:
         self.texts = Texts(prepared.tokenizer, prepared.actor_config_dir)
         self._functions: RewardFunctions | None = None
         if calls is not None:
-            self._functions = RewardFunctions(calls, self._samples, lambda sample: self.texts.later(sample.response))
+            self._functions = RewardFunctions(
+                calls,
+                self._samples,
+                lambda sample: self.texts.later(sample.response),
+                (lambda _: {}) if job.spec.sessions is None else self._episode,
+            )
 
     async def close(self) -> None:
         self.texts.close()
         await self._scorers.close()
+
+    def _episode(self, key: Key) -> dict[str, Any]:
+        """What reward functions are told of a sample's episode."""
+        found = self._job.store.episodes.get(key)
+        assert found is not None, "its episode has ended"
+        return {"messages": found.messages, "earned": found.reward, "ending": found.ending}
 
     async def open(self) -> None:
         """Call it before each iteration and evaluation. Raises RewardError."""

@@ -42,12 +42,14 @@ class Ending(StrEnum):
 @dataclass(frozen=True)
 class Played:
     """An episode that ended. `messages` has all messages, the last answer included. `reward` is the environment's, or
-    None if it gives none. `why` says what was wrong with a wrong call."""
+    None if it gives none. `turns` and `calls` count what the model did. `why` says what was wrong with a wrong call."""
 
     branches: list[Branch]
     messages: list[Message]
     ending: Ending
     reward: float | None
+    turns: int
+    calls: int
     why: str = ""
 
 
@@ -56,8 +58,28 @@ class BegunEnvironment(ToolEnvironment, Protocol):
 
     observation: str
 
-    def reward(self) -> float | None:
-        """What the episode earned so far. Raises Failed."""
+    async def reward(self) -> float | None:
+        """What the episode earned. None if the environment has no say in that. Raises Failed."""
+
+    async def end(self) -> None:
+        """The episode is over, in whatever way. Free what it holds."""
+
+
+class Environment(Protocol):
+    """The environments of a job."""
+
+    @property
+    def tools(self) -> Tools:
+        """The function schemas of the tools. They are known once it is open."""
+
+    async def open(self) -> None:
+        """Get ready. It may be called again. Raises ValueError with one sentence for the user."""
+
+    async def begin(self, sample: Key, attempt: int, record: Mapping[str, Any]) -> BegunEnvironment:
+        """Begin an attempt at the episode of a sample, with the fields of its prompt's record. Raises Failed."""
+
+    async def close(self) -> None:
+        """End what was started."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +100,7 @@ class Player:
         """Play the episode of a sample that begins with the messages `asked`. Raises EpisodeLost, Failed, StoreError,
         TemplateRefused and NotWritten, and the errors of `policy`."""
         episode, messages = Episode(self.bridge), _opened(asked, environment.observation)
-        ending, why = Ending.TURNS, ""
+        ending, why, begun = Ending.TURNS, "", len(messages)
         for turn in range(self.max_turns):
             exchange = episode.ask(messages, self.tools)
             drawn = await policy(turn, exchange.prompt)
@@ -94,7 +116,8 @@ class Player:
                 found = await observe(self.calls, made, environment, self.repeatable)
                 answer = {"role": "tool", "content": found, "name": made.name, "tool_call_id": call["id"]}
                 messages.append(answer)
-        return Played(episode.branches(), messages, ending, environment.reward(), why)
+        earned, calls = await environment.reward(), sum(m["role"] == "tool" for m in messages[begun:])
+        return Played(episode.branches(), messages, ending, earned, turn + 1, calls, why)
 
     def _read(self, turn: int, prompt: Sequence[int], drawn: SampledTurn) -> tuple[Message, str]:
         """The message, and what is wrong with it. A wrong message has no calls."""

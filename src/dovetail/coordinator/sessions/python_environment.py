@@ -20,6 +20,8 @@ from typing import Any, get_type_hints
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from dovetail.coordinator.sessions.effects import Failed, NotMade, ToolCall
+from dovetail.coordinator.store.samples import Key
+from dovetail.manifest.callables import load_callable
 
 # The types of a method's arguments, by their names.
 _Types = Mapping[str, TypeAdapter[Any]]
@@ -104,7 +106,10 @@ class PythonEpisode:
         """Call the method again, so that the object is as it was."""
         await self.make(call)
 
-    def reward(self) -> float | None:
+    async def end(self) -> None:
+        """There is nothing to free."""
+
+    async def reward(self) -> float | None:
         """What the episode earned. None if the class has no get_reward. Raises Failed."""
         if not callable(getattr(self._state, "get_reward", None)):
             return None
@@ -115,6 +120,34 @@ class PythonEpisode:
         if not math.isfinite(found):
             raise Failed(f"{self._name}.get_reward returned {found}, which is no finite number")
         return found
+
+
+class PythonEnvironment:
+    """The environments of a job, in this process. `name` is the class in the manifest, which is imported from
+    `folder`."""
+
+    def __init__(self, name: str, folder: str) -> None:
+        self._name, self._folder = name, folder
+        self._class: EnvironmentClass | None = None
+
+    @property
+    def tools(self) -> list[Mapping[str, Any]]:
+        assert self._class is not None, "it is open"
+        return self._class.tools
+
+    async def open(self) -> None:
+        """Import the class. Raises ValueError with one sentence."""
+        if self._class is None:
+            found: Any = load_callable(self._name, "environment.function", self._folder)
+            self._class = EnvironmentClass(found, self._name)
+
+    async def begin(self, sample: Key, attempt: int, record: Mapping[str, Any]) -> PythonEpisode:
+        """A new object of the class. Raises Failed."""
+        assert self._class is not None, "it is open"
+        return self._class.begin(record)
+
+    async def close(self) -> None:
+        """There is nothing to end."""
 
 
 def vars_of(made: type) -> dict[str, Any]:

@@ -96,6 +96,22 @@ CREATE TABLE IF NOT EXISTS outcomes (
     iteration INTEGER NOT NULL,
     outcome TEXT NOT NULL,           -- `outcomes.Fate`
     samples BLOB NOT NULL            -- compressed rows, `outcomes.ROW`
+);
+-- The episodes that have ended, one for each sample of a job with sessions.
+CREATE TABLE IF NOT EXISTS episodes (
+    iteration INTEGER NOT NULL,
+    prompt_index INTEGER NOT NULL,
+    sample_index INTEGER NOT NULL,
+    asked BLOB NOT NULL,             -- int32: the prompt that the sample was begun with
+    ending TEXT NOT NULL,            -- why it ended, in a word or two
+    why TEXT NOT NULL,               -- what was wrong, in a sentence
+    reward REAL,                     -- the environment's
+    messages TEXT NOT NULL,          -- JSON
+    turns INTEGER NOT NULL,
+    calls INTEGER NOT NULL,
+    learnt BLOB NOT NULL,            -- uint8, one for each token of the response: 1 if the model wrote it
+    discarded INTEGER NOT NULL,      -- 1: it is not trained
+    PRIMARY KEY (iteration, prompt_index, sample_index)
 )
 """
 

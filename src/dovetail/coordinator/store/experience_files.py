@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.coordinator.store.episodes import StoredEpisode
 from dovetail.coordinator.store.experts import UNKNOWN, whole
 from dovetail.coordinator.store.samples import Key, Sample
 from dovetail.protocol.files.durable import write_pieces
@@ -44,6 +46,26 @@ def experience_arrays(
         per_token["routed_experts"], per_sample["unknown_experts"] = routed_experts(samples, experts)
         pads["routed_experts"] = UNKNOWN
     return SampleArrays(per_token | per_sample, pads)
+
+
+def episode_arrays(samples: Sequence[Sample], episodes: Mapping[Key, StoredEpisode], compares: bool) -> Arrays:
+    """The arrays that say what of episodes is learnt: `learnt` (N,R) uint8, and `groups` (N,) int32. {} without
+    episodes.
+
+    A discarded episode is alone in its group, so no other's baseline has it. `compares` says that the advantage
+    compares the samples of a group. Then an episode that has no other to be compared with is not learnt."""
+    if not episodes:
+        return {}
+    left = Counter(s.key.prompt for s in samples if not episodes[s.key].discarded)
+    learnt = np.zeros((len(samples), max(len(s.tokens) for s in samples)), np.uint8)
+    groups = np.array([s.key.prompt for s in samples], np.int32)
+    for row, sample in enumerate(samples):
+        found = episodes[sample.key]
+        if found.discarded:
+            groups[row] = -1 - row
+        elif left[sample.key.prompt] > 1 or not compares:
+            learnt[row, : len(found.learnt)] = found.learnt
+    return {"learnt": learnt, "groups": groups}
 
 
 def routed_experts(

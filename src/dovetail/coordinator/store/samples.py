@@ -24,8 +24,10 @@ from dovetail.coordinator.store.database import Database, StoreError
 
 # SQLite reads this limit as no limit.
 ALL = -1
-_TABLES = ("chunks", "samples", "rewards", "steps", "experts", "tool_calls")
-_WHERE = "iteration=? AND prompt_index=? AND sample_index=?"
+_TABLES = ("chunks", "samples", "rewards", "steps", "experts", "tool_calls", "episodes")
+WHERE = "iteration=? AND prompt_index=? AND sample_index=?"
+# The samples of an iteration. Those below 0 are turns of episodes that are being played (`store.episodes`).
+_OF = "iteration=? AND sample_index>=0"
 
 Tokens = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -188,8 +190,10 @@ class SampleTable:
             raise StoreError(f"iteration {iteration} has no prompts")
         rows = _new_rows(iteration, samples)
         with self._db.transaction() as db:
+            # An episode has changed the prompt of its sample.
             stored = db.execute(
-                "SELECT prompt_index, sample_index, prompt, seed FROM samples WHERE iteration=? ORDER BY 1, 2",
+                "SELECT prompt_index, sample_index, COALESCE(asked, prompt), seed FROM samples LEFT JOIN episodes"
+                f" USING (iteration, prompt_index, sample_index) WHERE {_OF} ORDER BY 1, 2",
                 (iteration,),
             ).fetchall()
             if stored:
@@ -200,6 +204,14 @@ class SampleTable:
                 return False
             db.executemany(_INSERT, rows)
         return True
+
+    def begin_turn(self, key: Key, prompt: Sequence[int], seed: int) -> Sample:
+        """Store a turn of an episode as pending, unless it is stored. Returns it."""
+        with self._db.transaction() as db:
+            if db.execute(f"SELECT 1 FROM samples WHERE {WHERE}", key).fetchone() is None:
+                rows = _new_rows(key.iteration, [NewSample(key.prompt, key.sample, prompt, seed)])
+                db.executemany(_INSERT, rows)
+        return self.get(key)
 
     def replace_prompts(self, iteration: int, gone: Iterable[int], samples: Sequence[NewSample]) -> None:
         """Delete the prompts `gone` of an iteration with all their data, and store other samples as pending."""
@@ -271,7 +283,7 @@ class SampleTable:
                     self._truncate(db, a.key, a.keep)
                 db.execute(
                     "UPDATE samples SET state=?, attempt=?, instance=?, incarnation=?, weight_version=?, kept=?,"
-                    f" first_version=? WHERE {_WHERE}",
+                    f" first_version=? WHERE {WHERE}",
                     (
                         State.GENERATING,
                         attempt + 1,
@@ -329,7 +341,7 @@ class SampleTable:
             for key, attempt in keys:
                 now, current = self._row(db, key, "state, attempt")
                 if current == attempt and state in TRANSITIONS[State(now)]:
-                    db.execute(f"UPDATE samples SET state=? WHERE {_WHERE}", (state, *key))
+                    db.execute(f"UPDATE samples SET state=? WHERE {WHERE}", (state, *key))
 
     def score(self, rows: Iterable[ScoreRow]) -> int:
         """Move samples from generated to scored. Returns the number of samples. Samples that already have scores keep
@@ -348,7 +360,7 @@ class SampleTable:
                     raise StoreError(f"{row.key}: its reward is {row.reward}, not a finite number")
                 db.execute(
                     "UPDATE samples SET state=?, ref_logprobs=?, value_estimates=?, reward=?,"
-                    f" critic_version=? WHERE {_WHERE}",
+                    f" critic_version=? WHERE {WHERE}",
                     (
                         State.SCORED,
                         None if row.ref_logprobs is None else _float32(row.ref_logprobs),
@@ -422,7 +434,7 @@ class SampleTable:
     def samples(self, iteration: int, *states: State) -> list[Sample]:
         """An iteration's samples in order of (prompt, sample). If `states` are given, only samples in one of these are
         included."""
-        where = "iteration=?" + (f" AND state IN ({','.join('?' * len(states))})" if states else "")
+        where = _OF + (f" AND state IN ({','.join('?' * len(states))})" if states else "")
         with self._db.reading() as db:
             return self._select(db, where, (iteration, *states))
 
@@ -430,7 +442,7 @@ class SampleTable:
         """The response tokens of an iteration's samples so far, in order of (prompt, sample)."""
         with self._db.reading() as db:
             rows = db.execute(
-                "SELECT kept FROM samples WHERE iteration=? ORDER BY prompt_index, sample_index", (iteration,)
+                f"SELECT kept FROM samples WHERE {_OF} ORDER BY prompt_index, sample_index", (iteration,)
             ).fetchall()
         return [kept for (kept,) in rows]
 
@@ -439,14 +451,14 @@ class SampleTable:
         with self._db.reading() as db:
             self._all_scored(self._counts(db, iteration), iteration)
             rows = db.execute(
-                "SELECT prompt_index, sample_index, reward FROM samples WHERE iteration=? ORDER BY 1, 2", (iteration,)
+                f"SELECT prompt_index, sample_index, reward FROM samples WHERE {_OF} ORDER BY 1, 2", (iteration,)
             ).fetchall()
         return {Key(iteration, prompt, sample): reward for prompt, sample, reward in rows}
 
     def get(self, key: Key) -> Sample:
         """One sample. Raises StoreError for an unknown key."""
         with self._db.reading() as db:
-            found = self._select(db, _WHERE, key)
+            found = self._select(db, WHERE, key)
         if not found:
             raise StoreError(f"{key} is not in the store")
         return found[0]
@@ -473,7 +485,7 @@ class SampleTable:
 
     @staticmethod
     def _row(db: sqlite3.Connection, key: Key, columns: str) -> tuple[Any, ...]:
-        row = db.execute(f"SELECT {columns} FROM samples WHERE {_WHERE}", key).fetchone()
+        row = db.execute(f"SELECT {columns} FROM samples WHERE {WHERE}", key).fetchone()
         if row is None:
             raise StoreError(f"{key} is not in the store")
         return tuple(row)
@@ -485,19 +497,19 @@ class SampleTable:
 
     @staticmethod
     def _counts(db: sqlite3.Connection, iteration: int) -> dict[State, int]:
-        rows = db.execute("SELECT state, COUNT(*) FROM samples WHERE iteration=? GROUP BY state", (iteration,))
+        rows = db.execute(f"SELECT state, COUNT(*) FROM samples WHERE {_OF} GROUP BY state", (iteration,))
         return {State(state): n for state, n in rows}
 
     @staticmethod
     def _chunks(db: sqlite3.Connection, key: Key) -> tuple[bytes, bytes]:
-        rows = db.execute(f"SELECT tokens, logprobs FROM chunks WHERE {_WHERE} ORDER BY start", key).fetchall()
+        rows = db.execute(f"SELECT tokens, logprobs FROM chunks WHERE {WHERE} ORDER BY start", key).fetchall()
         return b"".join(r[0] for r in rows), b"".join(r[1] for r in rows)
 
     @staticmethod
     def _extend(db: sqlite3.Connection, delta: Delta) -> bool:
         """Count a delta's tokens. Returns False unless they follow those stored for the current assignment."""
         cursor = db.execute(
-            f"UPDATE samples SET kept=? WHERE {_WHERE} AND attempt=? AND kept=? AND state IN (?,?)",
+            f"UPDATE samples SET kept=? WHERE {WHERE} AND attempt=? AND kept=? AND state IN (?,?)",
             (
                 delta.start + len(delta.tokens),
                 *delta.key,
@@ -511,17 +523,17 @@ class SampleTable:
 
     def _truncate(self, db: sqlite3.Connection, key: Key, keep: int) -> None:
         tokens, logprobs = self._chunks(db, key)
-        db.execute(f"DELETE FROM chunks WHERE {_WHERE}", key)
+        db.execute(f"DELETE FROM chunks WHERE {WHERE}", key)
         if keep:
             db.execute("INSERT INTO chunks VALUES (?,?,?,?,?,?)", (*key, 0, tokens[: 4 * keep], logprobs[: 4 * keep]))
 
     def _finish(self, db: sqlite3.Connection, key: Key, reason: str) -> None:
         tokens, logprobs = self._chunks(db, key)
         db.execute(
-            f"UPDATE samples SET state=?, response=?, logprobs=?, finish_reason=? WHERE {_WHERE}",
+            f"UPDATE samples SET state=?, response=?, logprobs=?, finish_reason=? WHERE {WHERE}",
             (State.GENERATED, tokens, logprobs, reason, *key),
         )
-        db.execute(f"DELETE FROM chunks WHERE {_WHERE}", key)
+        db.execute(f"DELETE FROM chunks WHERE {WHERE}", key)
 
     def _select(self, db: sqlite3.Connection, where: str, arguments: Sequence[Any]) -> list[Sample]:
         rows = db.execute(

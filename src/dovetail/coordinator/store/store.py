@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.store.database import Database, StoreError
+from dovetail.coordinator.store.episodes import EpisodeTable
 from dovetail.coordinator.store.outcomes import Fate, Outcomes, Rows, sample_rows
 from dovetail.coordinator.store.samples import NewSample, Sample, SampleTable
 from dovetail.coordinator.store.tool_calls import ToolCalls
@@ -77,13 +78,15 @@ class Store(KeyValues):
     """The store of a running job. When it is opened after a crash, samples that were being generated become pending
     again, with their tokens. `take_interrupted` then says which requests may still run on servers.
 
-    `samples` has the iterations' samples, `tool_calls` the calls of tools in their episodes, and `outcomes` what became
-    of all samples so far. Every method is one transaction. All raise StoreError with one sentence if the disk is full,
-    read-only or damaged. One thread changes the store. Others may read it meanwhile."""
+    `samples` has the iterations' samples, `episodes` what is told of their episodes, `tool_calls` the calls of tools in
+    these, and `outcomes` what became of all samples so far. Every method is one transaction. All raise StoreError with
+    one sentence if the disk is full, read-only or damaged. One thread changes the store. Others may read it
+    meanwhile."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(Database(run_dir / "store.sqlite"))
         self.samples, self.tool_calls = SampleTable(self._db), ToolCalls(self._db)
+        self.episodes = EpisodeTable(self._db, self.samples)
         self.outcomes = Outcomes(self._db)
         try:
             self._interrupted = self.samples.recover()

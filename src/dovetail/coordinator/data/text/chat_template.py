@@ -349,7 +349,7 @@ class Template:
     def prompt(self, messages: Sequence[Message]) -> str:
         text = self._render(messages, add_generation_prompt=True)
         self._check_written(messages, text, add_generation_prompt=True)
-        return Rendered(text)
+        return Rendered(text, messages)
 
     def conversation(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[str, Spans]:
         whole = self._render(messages)

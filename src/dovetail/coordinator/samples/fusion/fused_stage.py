@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from dovetail.coordinator.samples.drawing import DrawingFollower
+from dovetail.coordinator.samples.episodes import Episodes
 from dovetail.coordinator.samples.fusion.fusion import StageFusion
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.in_flight import Generated
@@ -39,7 +40,7 @@ class FusedStage(DrawingFollower):
         self,
         turn: Turn,
         samples: SampleTable,
-        generator: Generator,
+        generator: Generator | Episodes,
         inference: Scoring,
         fusion: StageFusion,
         on_progress: Callable[[int, int], None] | None = None,

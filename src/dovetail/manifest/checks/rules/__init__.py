@@ -25,7 +25,7 @@ from dovetail.manifest.checks.rules.model_rules import (
     TRACKER_RULES,
 )
 from dovetail.manifest.checks.rules.pod_rules import POD_RULES
-from dovetail.manifest.checks.rules.ppo_rules import BATCH_RULES, PPO_RULES, SHARED_BODY_RULES
+from dovetail.manifest.checks.rules.ppo_rules import BATCH_RULES, PPO_RULES, SESSION_RULES, SHARED_BODY_RULES
 from dovetail.manifest.checks.rules.rule import Objects, Rule
 from dovetail.manifest.types import RLHFJobSpec
 
@@ -39,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *BATCH_RULES,
     *PPO_RULES,
+    *SESSION_RULES,
     *SHARED_BODY_RULES,
     *EVALUATION_RULES,
     *TRACKER_RULES,

@@ -283,6 +283,38 @@ PPO_RULES = (
     ),
 )
 
+# ---------------------------------------------------------------- sessions
+
+
+def _session(holds: str, sentence: str) -> Rule:
+    """A rule for a job whose samples are episodes."""
+    return spec_rule(f"!has(self.sessions) || {holds}", sentence)
+
+
+SESSION_RULES = (
+    _session("'ppo' in self.stages", "spec.sessions has no effect without ppo in spec.stages; remove it."),
+    _session(
+        CALLS,
+        "spec.sessions plays episodes, which no reward model scores; name a function in spec.models.reward, such as "
+        "dovetail.coordinator.rewards.episode:earned, which returns what the environment's get_reward said.",
+    ),
+    _session(
+        "self.generation.stop.size() == 0",
+        "spec.generation.stop would end turns without the token that the chat template ends them with; remove it, or "
+        "spec.sessions.",
+    ),
+    _session(
+        "!self.ppo.routingReplay",
+        "spec.ppo.routingReplay does not know the tokens that tools put into an episode; set it to false, or remove "
+        "spec.sessions.",
+    ),
+    _session(
+        "self.ppo.dynamicSampling == 0",
+        "spec.ppo.dynamicSampling does not know which episodes of a prompt were discarded; set it to 0, or remove "
+        "spec.sessions.",
+    ),
+)
+
 # ---------------------------------------------------------------- a value head on the actor's body
 
 _SHARED = "cannot go with spec.models.critic.shareActorBody"

@@ -1,0 +1,246 @@
+"""Draws the samples of a job with sessions. A sample is an episode, and each turn of the model is drawn as a sample.
+
+All turns are stored as they are drawn, and so are the calls of tools. A restarted coordinator plays the episode again
+from what is stored, up to where it was."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from dovetail.coordinator.data.prepare import Prepared
+from dovetail.coordinator.data.text.chat_template import NotWritten, TemplateRefused
+from dovetail.coordinator.job import Job
+from dovetail.coordinator.samples.drawing import Drawing, DrawingFollower
+from dovetail.coordinator.samples.generator import Generator
+from dovetail.coordinator.samples.in_flight import Generated, GenerationError
+from dovetail.coordinator.samples.lineup import Turn
+from dovetail.coordinator.samples.requests import cancel
+from dovetail.coordinator.samples.streams import Growing
+from dovetail.coordinator.sessions.answer_reader import AnswerReader, Unreadable
+from dovetail.coordinator.sessions.bridge import Bridge
+from dovetail.coordinator.sessions.effects import EpisodeLost, Failed
+from dovetail.coordinator.sessions.play import Ending, Environment, Played, Player, SampledTurn
+from dovetail.coordinator.store.episodes import EndedEpisode
+from dovetail.coordinator.store.samples import Key, Sample, State
+from dovetail.manifest.types import Generation, Sessions
+
+# Draws a turn, which is a pending sample, with at most so many tokens. Returns it when it is generated.
+Draw = Callable[[Sample, int], Awaitable[Sample]]
+# What is told of an episode that the environment failed.
+FAILED = "environment failed"
+
+
+class Episodes:
+    """Plays the samples of a job as episodes. It takes the place of `generator`, which draws the turns."""
+
+    def __init__(
+        self, job: Job, sessions: Sessions, prepared: Prepared, environment: Environment, generator: Generator
+    ) -> None:
+        self._store, self._log, self._sessions, self._prepared = job.store, job.log, sessions, prepared
+        self._environment, self._generator = environment, generator
+        self._most = job.spec.generation.max_tokens
+        self._player: Player | None = None
+
+    @contextmanager
+    def open(self, iteration: int, version: int) -> Iterator[Turn]:
+        """As `Generator.open`."""
+        with self._generator.open(iteration, version) as turn:
+            yield turn
+
+    def idle(self, name: str) -> bool:
+        """As `Generator.idle`."""
+        return self._generator.idle(name)
+
+    def growing(self, iteration: int) -> list[Growing]:
+        """No sample is scored before its episode has ended."""
+        return []
+
+    async def generate(
+        self, turn: Turn, follower: DrawingFollower | None = None, generation: Generation | None = None
+    ) -> Generated:
+        """Play every pending sample of the iteration, and store it. It raises what `Generator.generate` raises, and
+        GenerationError if an episode cannot be played."""
+        await self._open()
+        pending = self._store.samples.samples(turn.iteration, State.PENDING)
+        playing = _Playing(pending, self._play, follower or DrawingFollower())
+        try:
+            done = await self._generator.draw(turn, [], playing, generation)
+        finally:
+            await playing.close()
+        self._check(turn.iteration)
+        return replace(done, samples=len(pending), tail=playing.tail)
+
+    async def _open(self) -> None:
+        if self._player is not None:
+            return
+        prepared, sessions = self._prepared, self._sessions
+        try:
+            await self._environment.open()
+            reader = AnswerReader.of(prepared.tokenizer, prepared.chat)
+        except (ValueError, Unreadable) as error:
+            raise GenerationError(f"spec.sessions: {error}") from error
+        self._player = Player(
+            Bridge(prepared.chat, prepared.tokenizer),
+            reader,
+            self._store.tool_calls,
+            self._environment.tools,
+            sessions.max_turns,
+            sessions.effects == "Repeatable",
+        )
+
+    async def close(self) -> None:
+        """End the environment's processes."""
+        await self._environment.close()
+
+    async def _play(self, sample: Sample, draw: Draw) -> list[Sample]:
+        """Play one sample's episode to its end, and store it. Returns what is to be scored."""
+        key, attempt, player = sample.key, sample.attempt, self._player
+        assert player is not None
+        fields = {name: value for name, value in sample.fields.items() if name != "messages"}
+        asked, first = sample.fields["messages"], 0
+
+        async def policy(turn: int, prompt: Sequence[int]) -> SampledTurn:
+            nonlocal first
+            first = first or len(prompt)
+            if first > (room := self._prepared.spec.data.max_prompt_tokens):
+                raise GenerationError(
+                    f"the episode of sample {key.sample} of prompt {key.prompt} begins with {first} tokens, but "
+                    f"spec.data.maxPromptTokens is {room}; raise it, because the tools and what the environment says "
+                    "belong to the prompt"
+                )
+            left = first + self._most - len(prompt)
+            limit = min(left, self._sessions.max_tokens or left)
+            if limit < 1:
+                return SampledTurn([], [], False)
+            found = self._store.episodes.turn(key, turn, prompt, sample.seed)
+            if found.state is not State.GENERATED:
+                found = await draw(found, limit)
+            return SampledTurn(found.tokens.tolist(), found.logprobs.tolist(), found.finished)
+
+        while True:
+            try:
+                begun = await self._environment.begin(key, attempt, fields)
+                try:
+                    played = await player.play(key, attempt, asked, begun, policy)
+                finally:
+                    await begun.end()
+            except EpisodeLost as lost:
+                self._log("episode.again", sample=list(key), reason=str(lost))
+                self._store.episodes.again(key)
+                attempt, first = attempt + 1, 0
+            except Failed as failure:
+                self._log("episode.discarded", sample=list(key), reason=str(failure))
+                self._store.episodes.discard(key, FAILED, str(failure))
+                return []
+            except (TemplateRefused, NotWritten) as error:
+                raise GenerationError(
+                    f"the tokenizer's chat template refuses the episode of sample {key.sample} of prompt {key.prompt}: "
+                    f"{error}"
+                ) from error
+            else:
+                return self._end(key, played)
+
+    def _end(self, key: Key, played: Played) -> list[Sample]:
+        failed = played.ending is not Ending.ANSWERED
+        if (failed and self._sessions.on_failure == "Discard") or not played.branches:
+            self._store.episodes.discard(key, played.ending, played.why)
+            return []
+        if len(played.branches) > 1:
+            raise GenerationError(
+                f"the chat template wrote an earlier turn of sample {key.sample} of prompt {key.prompt} otherwise "
+                "later, so its episode is no single sequence, which cannot be trained yet; take a template that only "
+                "appends"
+            )
+        (branch,) = played.branches
+        prompt = slice(None, branch.prompt_length)
+        response = slice(branch.prompt_length, None)
+        self._store.episodes.end(
+            key,
+            EndedEpisode(
+                branch.tokens[prompt],
+                branch.tokens[response],
+                branch.logprobs[response],
+                branch.learnt[response],
+                finished=not failed,
+                ending=played.ending,
+                why=played.why,
+                reward=0.0 if failed else played.reward,
+                messages=played.messages,
+                turns=played.turns,
+                calls=played.calls,
+            ),
+        )
+        return [self._store.samples.get(key)]
+
+    def _check(self, iteration: int) -> None:
+        """Raise GenerationError if nothing of an iteration can be trained."""
+        found = self._store.episodes.of(iteration).values()
+        if found and all(each.discarded for each in found):
+            causes = sorted({f"{each.ending}: {each.why}".removesuffix(": ") for each in found})
+            raise GenerationError(f"all {len(found)} episodes of iteration {iteration} failed; {'; '.join(causes[:3])}")
+
+
+class _Playing(DrawingFollower):
+    """The episodes of one iteration that are being played. `tail` has pairs (seconds since the epoch, episodes
+    left)."""
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        play: Callable[[Sample, Draw], Coroutine[Any, Any, list[Sample]]],
+        follower: DrawingFollower,
+    ) -> None:
+        self._samples, self._play, self._follower = samples, play, follower
+        self._tasks = set[asyncio.Task[list[Sample]]]()
+        self._turns: dict[Key, asyncio.Future[Sample]] = {}
+        self._error: BaseException | None = None
+        self.tail: list[tuple[float, int]] = []
+
+    def begun(self, drawing: Drawing) -> None:
+        self._drawing = drawing
+        for sample in self._samples:
+            task = asyncio.create_task(self._play(sample, self._draw))
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+        self._note()
+
+    async def close(self) -> None:
+        """End the episodes that are still played."""
+        await cancel(self._tasks)
+
+    def waiting(self) -> int:
+        return len(self._tasks) - len(self._turns)
+
+    def finished(self, sample: Sample) -> None:
+        self._turns.pop(sample.key).set_result(sample)
+
+    def progress(self, done: int, total: int, tokens: int) -> None:
+        if self._error is not None:
+            raise self._error
+        count = len(self._samples)
+        self._follower.progress(count - len(self._tasks), count, tokens)
+
+    def _draw(self, sample: Sample, limit: int) -> asyncio.Future[Sample]:
+        found = self._turns[sample.key] = asyncio.get_running_loop().create_future()
+        self._drawing.add(sample, limit)
+        return found
+
+    def _ended(self, task: asyncio.Task[list[Sample]]) -> None:
+        self._tasks.discard(task)
+        self._drawing.wake()
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            self._error = self._error or error
+            return
+        self._note()
+        for sample in task.result():
+            self._follower.finished(sample)
+
+    def _note(self) -> None:
+        self.tail.append((time.time(), len(self._tasks)))

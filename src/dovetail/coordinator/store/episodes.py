@@ -1,0 +1,183 @@
+"""The episodes of samples. While an episode is played, each turn of the model is a sample of its own, whose prompt is
+all that came before. When it has ended, the sample has the whole episode, and its turns are deleted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.coordinator.store.database import Database, StoreError
+from dovetail.coordinator.store.samples import WHERE, Key, Sample, SampleTable, State
+
+# An episode has at most so many turns (`spec.sessions.maxTurns`).
+MOST_TURNS = 1000
+# The finish reason of a sample that is not trained.
+DISCARDED = "discarded"
+
+
+@dataclass(frozen=True)
+class EndedEpisode:
+    """How an episode ended. `prompt` (P,) and `response` (R,) are its token ids, `logprobs` (R,) float32 in nats, and
+    `learnt` (R,) bool says which tokens of the response the model wrote. `finished` says whether it ended by itself.
+    `ending` says in a word or two why it ended, and `why` in a sentence what was wrong. `reward` is the environment's,
+    if it gave one. `turns` and `calls` count the model's turns and calls."""
+
+    prompt: Sequence[int] | NDArray[np.int32]
+    response: Sequence[int] | NDArray[np.int32]
+    logprobs: Sequence[float] | NDArray[np.float32]
+    learnt: NDArray[np.bool_]
+    finished: bool
+    ending: str
+    why: str
+    reward: float | None
+    messages: Sequence[Mapping[str, Any]]
+    turns: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class StoredEpisode:
+    """What is told of an ended episode, as `EndedEpisode` describes it. `discarded` says that it is not trained."""
+
+    ending: str
+    why: str
+    reward: float | None
+    messages: list[dict[str, Any]]
+    turns: int
+    calls: int
+    learnt: NDArray[np.bool_]
+    discarded: bool
+
+
+class EpisodeTable:
+    """The table of episodes. Each method is one transaction and raises StoreError."""
+
+    def __init__(self, database: Database, samples: SampleTable) -> None:
+        self._db, self._samples = database, samples
+
+    def turn(self, key: Key, turn: int, prompt: Sequence[int], seed: int) -> Sample:
+        """The sample that is a turn of the model in the episode of the sample `key`. It is stored as pending if it is
+        new. Raises StoreError if it was begun with another prompt."""
+        own = Key(key.iteration, key.prompt, -1 - MOST_TURNS * key.sample - turn)
+        found = self._samples.begin_turn(own, prompt, seed)
+        if found.prompt_tokens.tolist() != list(prompt):
+            raise StoreError(
+                f"turn {turn} of the episode of {key} was begun with another prompt than it has now; the environment "
+                "answers otherwise than before the coordinator was restarted, so begin a new run"
+            )
+        return found
+
+    def again(self, key: Key) -> None:
+        """Give an episode up, and begin another attempt at it."""
+        with self._db.transaction() as db:
+            db.execute(f"UPDATE samples SET attempt=attempt+1 WHERE {WHERE}", key)
+            self._forget_turns(key)
+
+    def end(self, key: Key, found: EndedEpisode) -> None:
+        """Store an episode as its sample, which is then generated. Its turns are deleted. Raises StoreError if these
+        were not all drawn with one version of the weights."""
+        reason = "stop" if found.finished else "length"
+        self._end(key, State.GENERATED, reason, found)
+
+    def discard(self, key: Key, ending: str, why: str) -> None:
+        """Store that the episode of a sample is not trained. The sample then counts as scored, without a token."""
+        none = np.zeros(0, np.bool_)
+        self._end(key, State.SCORED, DISCARDED, EndedEpisode([], [], [], none, False, ending, why, None, [], 0, 0))
+
+    def _end(self, key: Key, state: State, reason: str, found: EndedEpisode) -> None:
+        empty = b"" if state is State.SCORED else None
+        with self._db.transaction() as db:
+            versions = db.execute(
+                "SELECT DISTINCT first_version, weight_version, instance FROM samples WHERE iteration=? AND "
+                "prompt_index=? AND sample_index BETWEEN ? AND ?",
+                self._turns_of(key),
+            ).fetchall()
+            drawn = {version for row in versions for version in row[:2]}
+            if len(drawn) > 1:
+                raise StoreError(f"the turns of the episode of {key} were drawn with the weight versions {drawn}")
+            version = drawn.pop() if drawn else None
+            instance = versions[-1][2] if versions else None
+            before = db.execute(f"SELECT prompt, state FROM samples WHERE {WHERE}", key).fetchone()
+            if before is None or before[1] != State.PENDING:
+                raise StoreError(f"the episode of {key} cannot end: its sample is not pending")
+            prompt = np.asarray(found.prompt, "<i4").tobytes() or before[0]
+            response = np.asarray(found.response, "<i4")
+            db.execute(
+                "UPDATE samples SET state=?, prompt=?, response=?, logprobs=?, kept=?, finish_reason=?,"
+                " first_version=?, weight_version=?, instance=?, ref_logprobs=?, value_estimates=?, reward=?"
+                f" WHERE {WHERE}",
+                (
+                    state,
+                    prompt,
+                    response.tobytes(),
+                    np.asarray(found.logprobs, "<f4").tobytes(),
+                    len(response),
+                    reason,
+                    version,
+                    version,
+                    instance,
+                    empty,
+                    empty,
+                    None if empty is None else 0.0,
+                    *key,
+                ),
+            )
+            db.execute(
+                "INSERT INTO episodes VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+                (
+                    *key,
+                    before[0],
+                    found.ending,
+                    found.why,
+                    found.reward,
+                    json.dumps(list(found.messages), ensure_ascii=False),
+                    found.turns,
+                    found.calls,
+                    np.asarray(found.learnt, np.uint8).tobytes(),
+                    reason == DISCARDED,
+                ),
+            )
+            self._forget_turns(key)
+
+    def of(self, iteration: int) -> dict[Key, StoredEpisode]:
+        """The ended episodes of an iteration. {} in a job without sessions."""
+        with self._db.reading() as db:
+            rows = db.execute(
+                "SELECT prompt_index, sample_index, ending, why, reward, messages, turns, calls, learnt, discarded"
+                " FROM episodes WHERE iteration=? ORDER BY 1, 2",
+                (iteration,),
+            ).fetchall()
+        return {Key(iteration, *row[:2]): self._stored(row[2:]) for row in rows}
+
+    def get(self, key: Key) -> StoredEpisode | None:
+        """The episode of a sample. None if it has not ended."""
+        with self._db.reading() as db:
+            row = db.execute(
+                f"SELECT ending, why, reward, messages, turns, calls, learnt, discarded FROM episodes WHERE {WHERE}",
+                key,
+            ).fetchone()
+        return None if row is None else self._stored(row)
+
+    @staticmethod
+    def _stored(row: tuple[Any, ...]) -> StoredEpisode:
+        ending, why, reward, messages, turns, calls, learnt, discarded = row
+        mask = np.frombuffer(learnt, np.uint8).astype(np.bool_)
+        return StoredEpisode(ending, why, reward, json.loads(messages), turns, calls, mask, bool(discarded))
+
+    @staticmethod
+    def _turns_of(key: Key) -> tuple[int, int, int, int]:
+        last = -1 - MOST_TURNS * key.sample
+        return key.iteration, key.prompt, last - MOST_TURNS + 1, last
+
+    def _forget_turns(self, key: Key) -> None:
+        with self._db.transaction() as db:
+            for table in ("samples", "chunks"):
+                db.execute(
+                    f"DELETE FROM {table} WHERE iteration=? AND prompt_index=? AND sample_index BETWEEN ? AND ?",
+                    self._turns_of(key),
+                )

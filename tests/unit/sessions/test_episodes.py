@@ -1,0 +1,369 @@
+"""Episodes that a generator draws on servers: what they wrote is what is trained, and each call has its effect once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dovetail.coordinator.data.text.chat_template import chat_format
+from dovetail.coordinator.samples.drawing import DrawingFollower
+from dovetail.coordinator.samples.episodes import Episodes
+from dovetail.coordinator.samples.generator import Generator
+from dovetail.coordinator.samples.in_flight import Generated, GenerationError
+from dovetail.coordinator.sessions.effects import Failed, MayBeMade, NotMade, ToolCall
+from dovetail.coordinator.store.experience_files import episode_arrays, experience_arrays
+from dovetail.coordinator.store.samples import Key, NewSample, Sample, ScoreRow, State
+from dovetail.coordinator.store.store import Store
+from dovetail.coordinator.workers.fleet import Fleet, Timeouts
+from dovetail.manifest.types import Sessions
+from helpers.chat_templates import byte_tokens, shipped, with_ends
+from helpers.coordinated import NoWeights, drawn_with, job_of
+from helpers.fake_vllm import TOKEN, FakeVllm, logprob_of
+from helpers.generation_job import FAST, Generation
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "guess",
+            "description": "Guess the number.",
+            "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
+        },
+    }
+]
+TOKENIZER = with_ends(byte_tokens(), shipped()["trl: qwen2_5"][0])
+END = "<|im_end|>"
+
+
+def call(number: object) -> str:
+    return f'<tool_call>\n{{"name": "guess", "arguments": {{"number": {json.dumps(number)}}}}}\n</tool_call>{END}'
+
+
+def said_by(seed: int, text: str) -> str:
+    """What the model says next: it guesses, in its own order, until it hears that it was right."""
+    heard = text.count("</tool_response>")
+    if text.rstrip().endswith("right\n</tool_response><|im_end|>\n<|im_start|>assistant"):
+        return f"I won.{END}"
+    return call((seed + heard) % 9 + 1)
+
+
+class Model(FakeVllm):
+    """A server whose model says what `said_by` says. It keeps what it wrote, by its prompt."""
+
+    def __init__(self, name: str, says: Any = said_by, **options: Any) -> None:
+        super().__init__(name, **options)
+        self.says = says
+
+    def next_token(self, seed: int, tokens: list[int]) -> tuple[int, bool]:
+        text = TOKENIZER.decode(tokens, skip_special_tokens=False)
+        head, mark, turn = text.rpartition("<|im_start|>assistant\n")
+        ids = TOKENIZER(self.says(seed, head + mark))["input_ids"]
+        written = len(TOKENIZER(turn)["input_ids"]) if turn else 0
+        return ids[written], written + 1 == len(ids)
+
+
+class World:
+    """What the tools work on. It outlives the coordinator, as a tool server does, and has a log of all effects."""
+
+    def __init__(self, knows: bool = True) -> None:
+        self.knows, self.effects, self.begun = knows, Counter[str](), 0
+        self.answers: dict[str, str] = {}
+        self.fails: set[tuple[int, int]] = set()
+        self.open = 0
+
+
+class Begun:
+    def __init__(self, world: World, secret: int, sample: Key) -> None:
+        self.world, self.secret, self.sample = world, secret, sample
+        self.observation, self.tries, self.found = "Between 1 and 9.", 0, False
+        world.open += 1
+
+    async def make(self, made: ToolCall) -> str:
+        await asyncio.sleep(0)
+        if (self.sample.prompt, self.sample.sample) in self.world.fails:
+            raise Failed("the dice fell off the table")
+        self.world.effects[str(made.key)] += 1
+        return self._answer(made)
+
+    def _answer(self, made: ToolCall) -> str:
+        number = made.arguments["number"]
+        self.tries += 1
+        self.found = number == self.secret
+        found = "right" if self.found else "higher" if number < self.secret else "lower"
+        return self.world.answers.setdefault(str(made.key), found)
+
+    async def recall(self, made: ToolCall) -> str:
+        if not self.world.knows:
+            raise MayBeMade
+        if str(made.key) not in self.world.answers:
+            raise NotMade
+        return self._answer(made)
+
+    async def restore(self, made: ToolCall, observation: str) -> None:
+        self._answer(made)
+
+    async def reward(self) -> float | None:
+        return 1.0 / self.tries if self.found else 0.0
+
+    async def end(self) -> None:
+        self.world.open -= 1
+
+
+class Games:
+    """An environment of numbers to be guessed."""
+
+    tools = TOOLS
+
+    def __init__(self, world: World, begins: type[Begun]) -> None:
+        self.world, self.begins = world, begins
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def begin(self, sample: Key, attempt: int, record: Mapping[str, Any]) -> Begun:
+        self.world.begun += 1
+        return self.begins(self.world, record["secret"], sample)
+
+
+class Told(DrawingFollower):
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+
+    def finished(self, sample: Sample) -> None:
+        self.samples.append(sample)
+
+
+PROMPTS, EACH = 3, 2
+
+
+class Life:
+    """A coordinator's life with two servers, over a store that stays."""
+
+    def __init__(self, folder: Path, world: World, says: Any = said_by, most: int = 4096, **sessions: Any) -> None:
+        self.folder, self.world, self.says, self.most = folder, world, says, most
+        self.sessions = Sessions.model_validate({"environment": {"function": "m:C"}, **sessions})
+        self.servers: list[Model] = []
+        self.told = Told()
+        self.begins, self.room = Begun, 1024
+
+    async def run(self, dies: Any = None) -> Generated:
+        """Draw the iteration. It ends with CancelledError when `dies(self)` is true."""
+        self.store = Store(self.folder)
+        try:
+            asked = [{"role": "user", "content": "Guess."}]
+            self.store.samples.begin_iteration(
+                1,
+                [
+                    NewSample(p, s, [1, 2, 3], 100 * p + s, {"secret": 3 + p, "messages": asked})
+                    for p in range(PROMPTS)
+                    for s in range(EACH)
+                ],
+            )
+            timeouts = Timeouts(suspect=1000, dead=2000, back_off=0.02, back_off_max=0.1, revive=0.1, max_failures=100)
+            self.fleet = Fleet(time.monotonic, lambda event, **fields: None, timeouts)
+            self.fleet.publish(1)
+            spec = drawn_with(Generation.model_validate({"maxTokens": self.most, "maxConcurrent": 64}))
+            job = job_of(self.store, spec=spec, clock=time.monotonic)
+            self.servers = [Model(f"r{n}", self.says, step=0.0) for n in range(2)]
+            for server in self.servers:
+                await server.start()
+                server.join(self.fleet)
+            prepared: Any = SimpleNamespace(
+                tokenizer=TOKENIZER,
+                chat=chat_format(TOKENIZER),
+                spec=SimpleNamespace(data=SimpleNamespace(max_prompt_tokens=self.room)),
+            )
+            async with Generator(job, self.fleet, NoWeights(), TOKEN, settings=FAST) as generator:
+                episodes = Episodes(job, self.sessions, prepared, Games(self.world, self.begins), generator)
+                with episodes.open(1, 1) as turn:
+                    work = asyncio.create_task(episodes.generate(turn, self.told))
+                    while dies is not None and not work.done():
+                        if dies(self):
+                            work.cancel()
+                        await asyncio.sleep(0)
+                    async with asyncio.timeout(120):
+                        return await work
+        finally:
+            for server in self.servers:
+                await server.stop()
+            self.found = self.store.samples.samples(1)
+            self.ended = self.store.episodes.of(1)
+            self.store.close()
+
+
+def drawn(folder: Path, world: World | None = None, **options: Any) -> Life:
+    life = Life(folder, world or World(), **options)
+    asyncio.run(life.run())
+    return life
+
+
+def facts(life: Life) -> list[Any]:
+    return [
+        (
+            *(s.key, s.state, s.prompt_tokens.tolist(), s.tokens.tolist(), s.logprobs.tolist(), s.finish_reason),
+            *(life.ended[s.key].ending, life.ended[s.key].reward, life.ended[s.key].learnt.tolist()),
+        )
+        for s in life.found
+    ]
+
+
+def test_what_the_model_wrote_is_learnt_and_nothing_else(tmp_path: Path) -> None:
+    life = drawn(tmp_path, maxTurns=20)
+    assert [s.key for s in life.found] == [Key(1, p, s) for p in range(PROMPTS) for s in range(EACH)]
+    assert sorted(s.key for s in life.told.samples) == [s.key for s in life.found]
+    assert life.world.open == 0
+    for sample in life.found:
+        ended = life.ended[sample.key]
+        assert (sample.state, sample.finish_reason, ended.ending) == (State.GENERATED, "stop", "answered")
+        seed, secret = sample.seed, sample.fields["secret"]
+        guesses = [(seed + n) % 9 + 1 for n in range(ended.calls)]
+        assert guesses[-1] == secret
+        assert secret not in guesses[:-1]
+        assert (ended.turns, ended.reward) == (len(guesses) + 1, pytest.approx(1 / len(guesses)))
+        wrote = "".join([*map(call, guesses), f"I won.{END}"])
+        assert TOKENIZER.decode(sample.tokens[ended.learnt]) == wrote
+        logprobs = np.where(ended.learnt, [logprob_of(t) for t in sample.tokens.tolist()], 0.0)
+        assert sample.logprobs.tolist() == logprobs.tolist()
+        whole = TOKENIZER.decode([*sample.prompt_tokens, *sample.tokens])
+        assert "Guess.\n\nBetween 1 and 9." in whole
+        assert whole.count("<tool_response>") == len(guesses)
+        assert (sample.first_version, sample.weight_version) == (1, 1)
+    asked = [r for server in life.servers for r in server.requests]
+    assert len(asked) == sum(ended.turns for ended in life.ended.values()), "each turn is drawn once"
+    assert set(life.world.effects.values()) == {1}
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_dies_changes_nothing(tmp_path: Path) -> None:
+    whole = drawn(tmp_path / "whole", maxTurns=20)
+    world, every = World(), sum(whole.world.effects.values())
+    for effects in (1, 2, every // 3, every // 2, every - 1):
+        life = Life(tmp_path / "killed", world, maxTurns=20)
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(life.run(dies=lambda life, effects=effects: sum(life.world.effects.values()) >= effects))
+    life = Life(tmp_path / "killed", world, maxTurns=20)
+    asyncio.run(life.run())
+    assert facts(life) == facts(whole)
+    assert set(world.effects.values()) == {1}, "each call has its effect once"
+    assert sorted(world.effects) == sorted(whole.world.effects)
+    # Run again, it has nothing to do.
+    before = world.begun
+    again = Life(tmp_path / "killed", world, maxTurns=20)
+    asyncio.run(again.run())
+    assert (facts(again), world.begun, again.told.samples) == (facts(whole), before, [])
+
+
+def test_an_episode_is_given_up_where_nobody_knows_whether_a_call_was_made(tmp_path: Path) -> None:
+    """The coordinator dies in the midst of a call, and the environment cannot say whether it was made."""
+    world = World(knows=False)
+    hangs = asyncio.Event()
+
+    class Hangs(Begun):
+        async def make(self, made: ToolCall) -> str:
+            found = await super().make(made)
+            if (self.sample.prompt, made.key.turn, made.key.attempt) == (1, 1, 0):
+                hangs.set()
+                await asyncio.Event().wait()
+            return found
+
+    life = Life(tmp_path, world, maxTurns=20)
+    life.begins = Hangs
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(life.run(dies=lambda _: hangs.is_set()))
+    life = Life(tmp_path, world, maxTurns=20)
+    asyncio.run(life.run())
+    assert set(world.effects.values()) == {1}, "no call has its effect twice"
+    again = {Key(*map(int, key.split("-")[:3])) for key in world.effects if key.split("-")[3] == "1"}
+    assert again & {Key(1, 1, 0), Key(1, 1, 1)}
+    for sample in life.found:
+        assert (life.ended[sample.key].ending, sample.attempt) == ("answered", int(sample.key in again))
+
+
+def scored(folder: Path) -> list[Sample]:
+    store = Store(folder)
+    try:
+        made = store.samples.samples(1, State.GENERATED)
+        store.samples.score(ScoreRow(s.key, np.zeros(len(s.tokens)), None, 1.0) for s in made)
+        return store.samples.experience(1)
+    finally:
+        store.close()
+
+
+def test_what_the_environment_fails_is_in_no_baseline(tmp_path: Path) -> None:
+    world = World()
+    world.fails = {(0, 1), (1, 0), (1, 1)}
+    life = drawn(tmp_path, world, maxTurns=20)
+    assert world.open == 0
+    failed = [key for key, ended in life.ended.items() if ended.discarded]
+    assert [(key.prompt, key.sample) for key in failed] == sorted(world.fails)
+    for key in failed:
+        assert (life.ended[key].ending, life.ended[key].why) == ("environment failed", "the dice fell off the table")
+    assert sorted(s.key for s in life.told.samples) == [s.key for s in life.found if s.key not in failed]
+    samples = scored(tmp_path)
+    arrays = experience_arrays(samples, 0)
+    arrays |= episode_arrays(samples, life.ended, compares=True)
+    # The prompt 0 has one episode left, to which nothing can be compared, and 1 has none.
+    assert arrays["learnt"].any(axis=1).tolist() == [False, False, False, False, True, True]
+    assert arrays["groups"].tolist() == [0, -2, -3, -4, 2, 2]
+    alone = episode_arrays(samples, life.ended, compares=False)
+    assert alone["learnt"].any(axis=1).tolist() == [True, False, False, False, True, True]
+
+
+def test_an_iteration_of_failures_ends_the_job_with_their_cause(tmp_path: Path) -> None:
+    world = World()
+    world.fails = {(p, s) for p in range(PROMPTS) for s in range(EACH)}
+    with pytest.raises(GenerationError, match=r"^all 6 episodes of iteration 1 failed; environment failed: the dice"):
+        drawn(tmp_path, world)
+
+
+@pytest.mark.parametrize("failure", ["Zero", "Discard"])
+@pytest.mark.parametrize(
+    ("says", "sessions", "ending"),
+    [
+        (lambda seed, text: call(1), {"maxTurns": 2}, "turns"),
+        (lambda seed, text: f"<tool_call>\nguess{END}", {"maxTurns": 20}, "wrong call"),
+        (lambda seed, text: "I think that " * 20 + END, {"maxTurns": 20, "maxTokens": 90}, "cut"),
+    ],
+    ids=["turns", "wrong call", "cut"],
+)
+def test_what_the_model_fails_earns_nothing_or_is_discarded(
+    tmp_path: Path, says: Any, sessions: dict[str, Any], ending: str, failure: str
+) -> None:
+    def mixed(seed: int, text: str) -> str:
+        return says(seed, text) if seed % 100 else f"I do not know.{END}"
+
+    life = drawn(tmp_path, says=mixed, onFailure=failure, **sessions)
+    for sample in life.found:
+        ended = life.ended[sample.key]
+        if sample.key.sample == 0:
+            assert (ended.ending, ended.discarded, ended.reward) == ("answered", False, 0.0)
+        else:
+            assert (ended.ending, ended.discarded) == (ending, failure == "Discard")
+            assert sample.finish_reason == ("length" if failure == "Zero" else "discarded")
+            assert len(sample.tokens) == 0 if ended.discarded else ended.reward == 0.0
+
+
+def test_all_that_follows_the_prompt_is_within_the_limit(tmp_path: Path) -> None:
+    life = drawn(tmp_path, most=300, maxTurns=20)
+    lengths = {s.key: len(s.tokens) for s in life.found}
+    assert max(lengths.values()) <= 300
+    cut = {key for key, ended in life.ended.items() if ended.ending == "cut"}
+    assert cut
+    assert {lengths[key] for key in cut} <= set(range(100, 301))
+
+
+def test_a_prompt_beyond_its_limit_is_named(tmp_path: Path) -> None:
+    life = Life(tmp_path, World())
+    life.room = 64
+    with pytest.raises(GenerationError, match=r"begins with \d+ tokens, but spec.data.maxPromptTokens is 64; raise it"):
+        asyncio.run(life.run())
