@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from dovetail.cli.main import cli
 from dovetail.cli.run import first_record, shown_sample
+from dovetail.coordinator.reporting.page.rollout_table import turns
 from dovetail.coordinator.reporting.sample_files import (
     BEFORE_SFT,
     SampleFiles,
@@ -21,7 +22,7 @@ from dovetail.coordinator.reporting.sample_files import (
     read_rows,
     sample_rows,
 )
-from dovetail.coordinator.reporting.sample_texts import printable
+from dovetail.coordinator.reporting.sample_texts import described, printable
 from dovetail.coordinator.store.samples import Key, Sample, State
 from dovetail.protocol.experience import Experience
 
@@ -133,7 +134,7 @@ def test_a_row_says_what_made_up_the_reward_and_holds_only_json(tmp_path: Path) 
         fields=[{"answer": "4"}] * 2,
         raw=["4<end>", "ünsinn\u2028"],
     )
-    rows = sample_rows(experience, given, {Key(3, 0, 0): {"right": 1.0, "short": 0.5}})
+    rows = sample_rows(experience, given, {Key(3, 0, 0): {"right": 1.0, "short": 0.5}}, {})
     SampleFiles(tmp_path, 10**6).write(3, rows)
     first, second = read_rows(files(tmp_path)[3])
     assert first["rewards"] == {"right": 1.0, "short": 0.5}
@@ -205,3 +206,32 @@ def test_the_first_record_of_a_list_is_shown_as_the_model_gets_it() -> None:
     assert first_record(json.dumps(event)) == [title, "  given:    <user>a", "            b�[2J<assistant>"]
     assert first_record(json.dumps({**event, "given": "a", "learnt": "b"})) == [title, "  given:    a", "  learnt:   b"]
     assert first_record('{"event": "iteration.finished"}') is None
+
+
+def test_an_episode_is_shown_as_its_messages() -> None:
+    call = {"id": "call00000", "type": "function", "function": {"name": "guess", "arguments": {"number": 3}}}
+    messages = [
+        {"role": "user", "content": "Guess."},
+        {"role": "assistant", "content": "I try", "tool_calls": [call]},
+        {"role": "tool", "content": "hig\x1bher"},
+        {"role": "assistant", "content": "No."},
+    ]
+    episode = {"ending": "turns", "why": "", "reward": 0.0, "messages": messages, "turns": 2, "calls": 1}
+    row = {"iteration": 3, "prompt_index": 0, "sample_index": 1, "prompt": "p", "response": "r", "reward": 0.0}
+    row |= {"tokens": 9, "finish_reason": "length", "episode": {**episode, "discarded": False}}
+    assert described(row) == [
+        "iteration 3, prompt 0, sample 1: reward 0, 9 tokens, 2 turns, 1 calls, turns",
+        "  user:     Guess.",
+        "  assistant: I try",
+        '            guess({"number": 3})',
+        "  tool:     hig\N{REPLACEMENT CHARACTER}her",
+        "  assistant: No.",
+    ]
+    assert [(turn["role"], turn["learnt"]) for turn in turns("p", "r", row["episode"])] == [
+        ("user", False),
+        ("assistant", True),
+        ("tool", False),
+        ("assistant", True),
+    ]
+    lost = {**episode, "messages": [], "ending": "environment failed", "why": "it is gone", "discarded": True}
+    assert described({**row, "episode": lost})[0].endswith("environment failed, it is gone, discarded")

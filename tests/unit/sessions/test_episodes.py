@@ -16,9 +16,9 @@ import pytest
 
 from dovetail.coordinator.data.text.chat_template import chat_format
 from dovetail.coordinator.samples.drawing import DrawingFollower
-from dovetail.coordinator.samples.episodes import Episodes
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.in_flight import Generated, GenerationError
+from dovetail.coordinator.samples.session_drawing import Episodes
 from dovetail.coordinator.sessions.effects import Failed, MayBeMade, NotMade, ToolCall
 from dovetail.coordinator.store.experience_files import episode_arrays, experience_arrays
 from dovetail.coordinator.store.samples import Key, NewSample, Sample, ScoreRow, State
@@ -130,9 +130,9 @@ class Games:
 
     async def close(self) -> None: ...
 
-    async def begin(self, sample: Key, attempt: int, record: Mapping[str, Any]) -> Begun:
+    async def begin(self, episode: str, record: Mapping[str, Any]) -> Begun:
         self.world.begun += 1
-        return self.begins(self.world, record["secret"], sample)
+        return self.begins(self.world, record["secret"], Key(*map(int, episode.split("-")[:3])))
 
 
 class Told(DrawingFollower):
@@ -217,6 +217,7 @@ def facts(life: Life) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_what_the_model_wrote_is_learnt_and_nothing_else(tmp_path: Path) -> None:
     life = drawn(tmp_path, maxTurns=20)
     assert [s.key for s in life.found] == [Key(1, p, s) for p in range(PROMPTS) for s in range(EACH)]
@@ -263,6 +264,7 @@ def test_a_coordinator_that_dies_changes_nothing(tmp_path: Path) -> None:
     assert (facts(again), world.begun, again.told.samples) == (facts(whole), before, [])
 
 
+@pytest.mark.slow
 def test_an_episode_is_given_up_where_nobody_knows_whether_a_call_was_made(tmp_path: Path) -> None:
     """The coordinator dies in the midst of a call, and the environment cannot say whether it was made."""
     world = World(knows=False)
@@ -353,6 +355,7 @@ def test_what_the_model_fails_earns_nothing_or_is_discarded(
             assert len(sample.tokens) == 0 if ended.discarded else ended.reward == 0.0
 
 
+@pytest.mark.slow
 def test_all_that_follows_the_prompt_is_within_the_limit(tmp_path: Path) -> None:
     life = drawn(tmp_path, most=300, maxTurns=20)
     lengths = {s.key: len(s.tokens) for s in life.found}

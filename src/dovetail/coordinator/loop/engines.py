@@ -42,12 +42,12 @@ from dovetail.coordinator.rewards.calls import Calls, rehearse
 from dovetail.coordinator.rewards.live import LiveFunction, RewardCallable
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.samples.device_sharing import Devices
-from dovetail.coordinator.samples.episodes import Episodes
 from dovetail.coordinator.samples.evaluation import Evaluator
 from dovetail.coordinator.samples.evaluation_metrics import EvaluationMetrics
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.score import Score
 from dovetail.coordinator.samples.scorers import Scorers
+from dovetail.coordinator.samples.session_drawing import Episodes
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
 from dovetail.coordinator.sessions.python_environment import PythonEnvironment

@@ -23,7 +23,6 @@ from dovetail.coordinator.data.text.texts import Texts
 from dovetail.coordinator.job import Job
 from dovetail.coordinator.rewards.calls import Calls, evaluation_slot
 from dovetail.coordinator.samples.device_sharing import Devices
-from dovetail.coordinator.samples.episodes import Episodes
 from dovetail.coordinator.samples.evaluation_metrics import HeldOutAnswer
 from dovetail.coordinator.samples.fusion.account import account, record
 from dovetail.coordinator.samples.fusion.fused_stage import FusedStage
@@ -31,6 +30,8 @@ from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.lineup import Turn
 from dovetail.coordinator.samples.score import INFERENCE_SECONDS, Score
 from dovetail.coordinator.samples.scoring import Scorer
+from dovetail.coordinator.samples.session_drawing import Episodes
+from dovetail.coordinator.store.episodes import episode_facts
 from dovetail.coordinator.store.experience_files import episode_arrays, experience_arrays
 from dovetail.coordinator.store.samples import NewSample, Sample, State
 from dovetail.coordinator.store.step_rewards import step_arrays
@@ -287,6 +288,7 @@ class ExperienceMaker:
         found = account(begun, generated, time.time(), done.spans, scoring, scorers)
         facts = record(records, self._spec.plan.inter_stage_fusion, turn, fusion, done, found)
         facts |= self._reward_means(iteration)
+        facts |= episode_facts(self._records.store.episodes.of(iteration), self._spec.ppo.compares_samples)
         devices.learn(done, scoring, self._samples.lengths(iteration))
         return facts
 

@@ -27,14 +27,15 @@ from dovetail.protocol.wire import Array, unpack
 
 def iteration_metrics(arrays: Mapping[str, Array], trained: Mapping[str, float], lag: int = 0) -> dict[str, float]:
     """One row of history.jsonl without the times. It has rewards, KL (nats), response lengths (tokens) and the
-    trainers' own metrics."""
-    scores = arrays["scores"].tolist()
+    trainers' own metrics. A sample without a token, such as a discarded episode, counts nowhere but in `samples`."""
+    there = arrays["response_lengths"].astype(np.int64) > 0
+    scores = arrays["scores"][there].tolist()
     reward, kl = mean_ci95(scores), mean_kl(arrays, trained, lag)
     distance = {} if kl is None else {"kl": kl["mean"], "kl_ci95": kl["ci95"]}
-    lengths = arrays["response_lengths"].astype(np.float64)
+    lengths = arrays["response_lengths"][there].astype(np.float64)
     return {
         **trained,
-        "samples": float(len(scores)),
+        "samples": float(len(there)),
         "reward": reward["mean"],
         "reward_ci95": reward["ci95"],
         "reward_min": min(scores),
@@ -44,7 +45,7 @@ def iteration_metrics(arrays: Mapping[str, Array], trained: Mapping[str, float],
         **distance,
         "response_length": float(lengths.mean()),
         "response_length_max": float(lengths.max()),
-        "finished_fraction": float(arrays["finished"].astype(np.float64).mean()),
+        "finished_fraction": float(arrays["finished"][there].astype(np.float64).mean()),
     }
 
 
@@ -63,14 +64,14 @@ def mean_kl(arrays: Mapping[str, Array], trained: Mapping[str, float], lag: int 
     if lag > 0 and "kl" in trained:
         return {"mean": trained["kl"], "ci95": trained.get("kl_ci95", 0.0)}
     found = kl_per_sample(arrays)
-    return None if found is None else mean_ci95(found.tolist())
+    return None if found is None else mean_ci95(found[arrays["response_lengths"].astype(np.int64) > 0].tolist())
 
 
 def distinct_responses(arrays: Mapping[str, Array]) -> int:
     """The number of different responses, compared by their tokens."""
     begin, length = arrays["prompt_lengths"].tolist(), arrays["response_lengths"].tolist()
     rows = zip(arrays["tokens"], begin, length, strict=True)
-    return len({np.ascontiguousarray(row[first : first + count]).tobytes() for row, first, count in rows})
+    return len({np.ascontiguousarray(row[first : first + count]).tobytes() for row, first, count in rows if count})
 
 
 def equal_groups(arrays: Mapping[str, Array]) -> float:

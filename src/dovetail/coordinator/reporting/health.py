@@ -25,6 +25,7 @@ FINISHED_SHARE = 0.05
 EQUAL_GROUPS_SHARE = 0.75
 CLIPPED_SHARE = 0.2
 EFFECTIVE_SHARE = 0.3
+DISCARDED_SHARE = 0.1
 
 MISMATCH = "LogProbMismatch"
 NOT_FINITE = "NotFinite"
@@ -37,6 +38,7 @@ REWARDS_EQUAL = "RewardsEqual"
 GROUPS_EQUAL = "GroupRewardsEqual"
 CLIPPED = "RewardsClipped"
 STALE = "SamplesTooOld"
+DISCARDED = "EpisodesDiscarded"
 # The worst reason comes first.
 REASONS = (
     MISMATCH,
@@ -50,6 +52,7 @@ REASONS = (
     GROUPS_EQUAL,
     CLIPPED,
     STALE,
+    DISCARDED,
 )
 
 
@@ -111,6 +114,7 @@ def judge(
         None if rules.distils else _groups_equal(metrics) if rules.grouped else _rewards_equal(metrics),
         _clipped(metrics),
         _stale(metrics),
+        _discarded(metrics),
     ]
     return [verdict for verdict in verdicts if verdict is not None]
 
@@ -252,4 +256,17 @@ def _stale(metrics: Mapping[str, float]) -> Verdict | None:
         f"the samples are {metrics.get('staleness', 0):.0f} iterations older than the policy and count as {share:.0%} "
         f"of their tokens (healthy: at least {EFFECTIVE_SHARE:.0%}), so little is learnt from them; lower ppo.lag or "
         "actorOptimizer.learningRate",
+    )
+
+
+def _discarded(metrics: Mapping[str, float]) -> Verdict | None:
+    share = metrics.get("episodes_discarded", 0.0)
+    if not share > DISCARDED_SHARE:
+        return None
+    causes = {name.partition("/")[2]: found for name, found in metrics.items() if name.startswith("discarded/")}
+    told = ", ".join(f"{cause.replace('_', ' ')} {found:.0%}" for cause, found in sorted(causes.items()))
+    return Verdict(
+        DISCARDED,
+        f"{share:.0%} of the episodes are not trained ({told}; healthy: at most {DISCARDED_SHARE:.0%}); the event "
+        "episode.discarded in events.jsonl has the reason of each",
     )

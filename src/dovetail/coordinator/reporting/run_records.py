@@ -150,7 +150,7 @@ class RunRecords:
         samples = table.samples(iteration)
         if len(samples) != len(experience.responses):
             return [], None  # a user's own loop may leave samples out
-        rows = sample_rows(experience, samples, table.rewards(iteration))
+        rows = sample_rows(experience, samples, table.rewards(iteration), self.store.episodes.of(iteration))
         try:
             texts.write(iteration, rows)
         except OSError as error:

@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
+from dovetail.coordinator.store.episodes import StoredEpisode, told_of
 from dovetail.protocol.experience import kl_per_sample
 from dovetail.protocol.files.durable import write_whole
 
@@ -41,12 +42,16 @@ def weights_name(version: int) -> str:
 
 
 def sample_rows(
-    experience: Experience, samples: Sequence[Sample], rewards: Mapping[Key, Mapping[str, float]]
+    experience: Experience,
+    samples: Sequence[Sample],
+    rewards: Mapping[Key, Mapping[str, float]],
+    episodes: Mapping[Key, StoredEpisode],
 ) -> list[Row]:
     """One JSON object for each sample, in order of (prompt, sample).
 
     `samples` are those of the experience, in the same order. `rewards` has the rewards that reward functions returned,
-    by sample and function. The rows have them as `rewards`. Their `response` has the tokens that end it, and their
+    by sample and function. The rows have them as `rewards`. With `episodes`, the rows of a job with sessions also say
+    how each ended (`episode`). Their `response` has the tokens that end it, and their
     `reward` is the score that was trained on. `kl` is in nats, summed over the response. `first_version` and
     `weight_version` are the weights of the first token and of the last server."""
     scores, kl = experience.scores, kl_per_sample(experience.arrays)
@@ -68,6 +73,7 @@ def sample_rows(
             "rollout": sample.instance,
             "assignments": sample.attempt,
             "fields": sample.fields,
+            **({"episode": told_of(episodes[sample.key])} if episodes else {}),
         }
         for prompt, response, sample, score, divergence in zip(
             experience.prompts, experience.raw or experience.responses, samples, scores, divergences, strict=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,7 +91,10 @@ def facts_of(row: Mapping[str, Any]) -> str:
         parts.append(f"KL {row['kl']:.3g}")
     if isinstance(row.get("tokens"), int):
         parts.append(f"{row['tokens']} token{'' if row['tokens'] == 1 else 's'}")
-    if row.get("finish_reason") == "length":
+    if (episode := row.get("episode")) is not None:
+        parts.append(f"{episode['turns']} turns, {episode['calls']} calls, {episode['ending']}")
+        parts += [printable(episode["why"])] * bool(episode["why"]) + ["discarded"] * bool(episode["discarded"])
+    elif row.get("finish_reason") == "length":
         parts.append("cut at the limit")
     return ", ".join(parts)
 
@@ -112,4 +116,16 @@ def described(row: Mapping[str, Any]) -> list[str]:
     """One row of a file as lines."""
     where = f"iteration {row['iteration']}" if "iteration" in row else _evaluation(row["version"])
     place = f"{where}, prompt {row['prompt_index']}, sample {row['sample_index']}"
-    return [f"{place}: {facts_of(row)}", *texts_of(row)]
+    if (episode := row.get("episode")) is None or not episode["messages"]:
+        return [f"{place}: {facts_of(row)}", *texts_of(row)]
+    return [f"{place}: {facts_of(row)}", *(line for said in spoken(episode) for line in texts_of(said, list(said)))]
+
+
+def spoken(episode: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The messages of an episode, each as its role and its text. A call of a tool is written as name(arguments)."""
+    found = []
+    for message in episode["messages"]:
+        calls = [call["function"] for call in message.get("tool_calls") or []]
+        texts = [f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls]
+        found.append({message["role"]: "\n".join([*filter(None, [message["content"]]), *texts])})
+    return found

@@ -10,7 +10,6 @@ import aiohttp
 
 from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.job import Job
-from dovetail.coordinator.samples.episodes import Episodes
 from dovetail.coordinator.samples.fusion.fusion import Fusion, StageFusion
 from dovetail.coordinator.samples.fusion.sleep import Sleepers
 from dovetail.coordinator.samples.generator import Generator
@@ -18,6 +17,7 @@ from dovetail.coordinator.samples.in_flight import Generated
 from dovetail.coordinator.samples.lineup import KIND as ROLLOUT
 from dovetail.coordinator.samples.scorers import Scorers
 from dovetail.coordinator.samples.scoring import Scorer
+from dovetail.coordinator.samples.session_drawing import Episodes
 from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.coordinator.workers.publishing import Target
 from dovetail.protocol.budgets import RESPONSE_BLOCK

@@ -75,8 +75,9 @@ class Environment(Protocol):
     async def open(self) -> None:
         """Get ready. It may be called again. Raises ValueError with one sentence for the user."""
 
-    async def begin(self, sample: Key, attempt: int, record: Mapping[str, Any]) -> BegunEnvironment:
-        """Begin an attempt at the episode of a sample, with the fields of its prompt's record. Raises Failed."""
+    async def begin(self, episode: str, record: Mapping[str, Any]) -> BegunEnvironment:
+        """Begin an attempt at an episode, with the fields of its prompt's record. `episode` is the beginning of the
+        keys of its calls. Raises Failed."""
 
     async def close(self) -> None:
         """End what was started."""

@@ -20,7 +20,6 @@ from typing import Any, get_type_hints
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from dovetail.coordinator.sessions.effects import Failed, NotMade, ToolCall
-from dovetail.coordinator.store.samples import Key
 from dovetail.manifest.callables import load_callable
 
 # The types of a method's arguments, by their names.
@@ -141,7 +140,7 @@ class PythonEnvironment:
             found: Any = load_callable(self._name, "environment.function", self._folder)
             self._class = EnvironmentClass(found, self._name)
 
-    async def begin(self, sample: Key, attempt: int, record: Mapping[str, Any]) -> PythonEpisode:
+    async def begin(self, episode: str, record: Mapping[str, Any]) -> PythonEpisode:
         """A new object of the class. Raises Failed."""
         assert self._class is not None, "it is open"
         return self._class.begin(record)

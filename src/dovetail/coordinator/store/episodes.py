@@ -4,6 +4,7 @@ all that came before. When it has ended, the sample has the whole episode, and i
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,30 @@ class StoredEpisode:
     calls: int
     learnt: NDArray[np.bool_]
     discarded: bool
+
+
+def told_of(episode: StoredEpisode) -> dict[str, Any]:
+    """What a row of a samples file says of an episode, for JSON."""
+    names = ("ending", "why", "reward", "messages", "turns", "calls", "discarded")
+    return {name: getattr(episode, name) for name in names}
+
+
+def episode_facts(episodes: Mapping[Key, StoredEpisode], compares: bool) -> dict[str, float]:
+    """The metrics of an iteration's episodes. {} without any. `discarded/<ending>` is the share of all episodes that
+    were discarded for this reason. `compares` says that the advantage compares the samples of a prompt."""
+    if not episodes:
+        return {}
+    everyone, kept = len(episodes), [each for each in episodes.values() if not each.discarded]
+    causes = Counter(each.ending.replace(" ", "_") for each in episodes.values() if each.discarded)
+    left = Counter(key.prompt for key, each in episodes.items() if not each.discarded)
+    prompts = {key.prompt for key in episodes}
+    return {
+        "episode_turns": sum(each.turns for each in kept) / max(1, len(kept)),
+        "episode_calls": sum(each.calls for each in kept) / max(1, len(kept)),
+        "episodes_discarded": 1.0 - len(kept) / everyone,
+        "groups_dropped": sum(left[prompt] < (2 if compares else 1) for prompt in prompts) / len(prompts),
+        **{f"discarded/{cause}": count / everyone for cause, count in sorted(causes.items())},
+    }
 
 
 class EpisodeTable:

@@ -124,7 +124,7 @@ class PageDocuments:
         return {
             **{key: row.get(key) for key in _SHOWN},
             "staleness": staleness(row),
-            "turns": turns(str(row.get("prompt") or ""), str(row.get("response") or "")),
+            "turns": turns(str(row.get("prompt") or ""), str(row.get("response") or ""), row.get("episode")),
             "life": life(row, moves),
             "not_learnt": not_learnt(self.folder.parsed_job(), row, equal),
             "tokens_of": token_document(batch, batch_row(batch, prompt, number), self.folder.path),
@@ -276,6 +276,8 @@ def token_document(arrays: Arrays, row: int, run_dir: Path) -> Document:
 
 def not_learnt(job: RLHFJob | None, row: Row, equal_group: bool) -> str:
     """The reason why nothing is learnt from the response. Empty if it is learnt."""
+    if (row.get("episode") or {}).get("discarded"):
+        return f"the episode was discarded: {row['episode']['ending']}"
     if job is None:
         return ""
     if job.spec.ppo.mask_truncated and row.get("finish_reason") == "length":

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from dovetail.coordinator.reporting.sample_files import Row
+from dovetail.coordinator.reporting.sample_texts import spoken
 
 Document = dict[str, Any]
 # The maximum number of rows of one table, and of characters of a text in it.
@@ -78,9 +79,17 @@ def staleness(row: Mapping[str, Any]) -> int | None:
     return iteration - 1 - version if isinstance(iteration, int) and isinstance(version, int) else None
 
 
-def turns(prompt: str, response: str) -> list[Document]:
+def turns(prompt: str, response: str, episode: Mapping[str, Any] | None = None) -> list[Document]:
     """The turns of the prompt with their speakers, and then the response. The prompt's own marks divide it into turns.
-    Only the response is learnt."""
+    Only the response is learnt. Of an episode these are its messages, and what the model said last and called is
+    learnt."""
+    if episode is not None and episode["messages"]:
+        told = [each for said in spoken(episode) for each in said.items()]
+        first = len(told) - episode["turns"] - episode["calls"]
+        return [
+            {"role": role, "text": text, "learnt": role == "assistant" and place >= first and not episode["discarded"]}
+            for place, (role, text) in enumerate(told)
+        ]
     marks = list(_TURN.finditer(prompt))
     found = []
     head = prompt[: marks[0].start()] if marks else prompt

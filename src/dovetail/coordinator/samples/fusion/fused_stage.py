@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from dovetail.coordinator.samples.drawing import DrawingFollower
-from dovetail.coordinator.samples.episodes import Episodes
 from dovetail.coordinator.samples.fusion.fusion import StageFusion
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.in_flight import Generated
 from dovetail.coordinator.samples.lineup import Turn
 from dovetail.coordinator.samples.scoring import Finished
+from dovetail.coordinator.samples.session_drawing import Episodes
 from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.store.samples import Key, Sample, SampleTable, State
 

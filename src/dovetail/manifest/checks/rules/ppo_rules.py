@@ -296,7 +296,7 @@ SESSION_RULES = (
     _session(
         CALLS,
         "spec.sessions plays episodes, which no reward model scores; name a function in spec.models.reward, such as "
-        "dovetail.coordinator.rewards.episode:earned, which returns what the environment's get_reward said.",
+        "dovetail.coordinator.rewards.earned:earned, which returns what the environment's get_reward said.",
     ),
     _session(
         "self.generation.stop.size() == 0",

@@ -31,6 +31,8 @@ from dovetail.manifest.types import Generation, Sessions
 
 # Draws a turn, which is a pending sample, with at most so many tokens. Returns it when it is generated.
 Draw = Callable[[Sample, int], Awaitable[Sample]]
+# An episode is begun so often in all, if its state is lost while it is played.
+MOST_ATTEMPTS = 3
 # What is told of an episode that the environment failed.
 FAILED = "environment failed"
 
@@ -124,19 +126,19 @@ class Episodes:
 
         while True:
             try:
-                begun = await self._environment.begin(key, attempt, fields)
+                begun = await self._environment.begin("-".join(map(str, (*key, attempt))), fields)
                 try:
                     played = await player.play(key, attempt, asked, begun, policy)
                 finally:
                     await begun.end()
             except EpisodeLost as lost:
+                attempt, first = attempt + 1, 0
+                if attempt == MOST_ATTEMPTS:
+                    return self._discard(key, FAILED, str(lost))
                 self._log("episode.again", sample=list(key), reason=str(lost))
                 self._store.episodes.again(key)
-                attempt, first = attempt + 1, 0
             except Failed as failure:
-                self._log("episode.discarded", sample=list(key), reason=str(failure))
-                self._store.episodes.discard(key, FAILED, str(failure))
-                return []
+                return self._discard(key, FAILED, str(failure))
             except (TemplateRefused, NotWritten) as error:
                 raise GenerationError(
                     f"the tokenizer's chat template refuses the episode of sample {key.sample} of prompt {key.prompt}: "
@@ -148,8 +150,7 @@ class Episodes:
     def _end(self, key: Key, played: Played) -> list[Sample]:
         failed = played.ending is not Ending.ANSWERED
         if (failed and self._sessions.on_failure == "Discard") or not played.branches:
-            self._store.episodes.discard(key, played.ending, played.why)
-            return []
+            return self._discard(key, played.ending, played.why)
         if len(played.branches) > 1:
             raise GenerationError(
                 f"the chat template wrote an earlier turn of sample {key.sample} of prompt {key.prompt} otherwise "
@@ -176,6 +177,11 @@ class Episodes:
             ),
         )
         return [self._store.samples.get(key)]
+
+    def _discard(self, key: Key, ending: str, why: str) -> list[Sample]:
+        self._log("episode.discarded", sample=list(key), ending=ending, reason=why)
+        self._store.episodes.discard(key, ending, why)
+        return []
 
     def _check(self, iteration: int) -> None:
         """Raise GenerationError if nothing of an iteration can be trained."""
