@@ -54,6 +54,8 @@ def read_prompts(run_dir: Path) -> tuple[RLHFJob, KeyValues, list[FatePart]]:
         raise RunError(f"{run_dir} cannot be read: {error}") from error
     if Stage.PPO not in job.spec.stages:
         raise UsageError(f"{run_dir} draws no samples: its stages are {', '.join(job.spec.stages)}")
+    if job.spec.sessions is not None:
+        raise UsageError(f"{run_dir} draws episodes, whose prompts an audit cannot compare with the data yet")
     return job, KeyValues(database), parts
 
 

@@ -425,8 +425,9 @@ def prompts_of_run(spec: RLHFJobSpec, run_dir: Path, known: Mapping[str, Fingerp
     tokenizer = tokenizers.load(folder, "spec.models.tokenizer", trust_remote_code=_trusts(spec, "actor"))
     # Without a tokenizer of its own, the run had none when it read the data.
     given = None if spec.models.tokenizer.train else tokenizer
-    data = collect(spec, run_dir, run_dir / "cache" / "datasets", chat_format(given, _date_of(folder)), known)
-    return Prepared(spec, folder, run_dir / "models" / "actor-config", {}, tokenizer, data)
+    chat = chat_format(given, _date_of(folder))
+    data = collect(spec, run_dir, run_dir / "cache" / "datasets", chat, known)
+    return Prepared(spec, folder, run_dir / "models" / "actor-config", {}, tokenizer, data, chat)
 
 
 def own_model(
