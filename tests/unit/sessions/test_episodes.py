@@ -15,11 +15,15 @@ import numpy as np
 import pytest
 
 from dovetail.coordinator.data.text.chat_template import chat_format
+from dovetail.coordinator.loop.iteration_report import iteration_metrics
+from dovetail.coordinator.reporting.health import Rules, judge
+from dovetail.coordinator.rewards.earned import earned
 from dovetail.coordinator.samples.drawing import DrawingFollower
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.in_flight import Generated, GenerationError
 from dovetail.coordinator.samples.session_drawing import Episodes
 from dovetail.coordinator.sessions.effects import Failed, MayBeMade, NotMade, ToolCall
+from dovetail.coordinator.store.episodes import episode_facts
 from dovetail.coordinator.store.experience_files import episode_arrays, experience_arrays
 from dovetail.coordinator.store.samples import Key, NewSample, Sample, ScoreRow, State
 from dovetail.coordinator.store.store import Store
@@ -317,6 +321,16 @@ def test_what_the_environment_fails_is_in_no_baseline(tmp_path: Path) -> None:
     # The prompt 0 has one episode left, to which nothing can be compared, and 1 has none.
     assert arrays["learnt"].any(axis=1).tolist() == [False, False, False, False, True, True]
     assert arrays["groups"].tolist() == [0, -2, -3, -4, 2, 2]
+    # Nor is it in any figure of the iteration.
+    told = iteration_metrics(arrays, {})
+    assert (told["reward"], told["reward_min"], told["finished_fraction"], told["samples"]) == (1.0, 1.0, 1.0, 6.0)
+    facts = episode_facts(life.ended, compares=True)
+    assert facts["episodes_discarded"] == facts["discarded/environment_failed"] == pytest.approx(1 / 2)
+    assert facts["groups_dropped"] == pytest.approx(2 / 3)
+    assert facts["episode_turns"] == facts["episode_calls"] + 1
+    (verdict,) = judge(facts, {}, {}, Rules())
+    assert verdict.reason == "EpisodesDiscarded"
+    assert "50% of the episodes are not trained (environment failed 50%;" in verdict.message
     alone = episode_arrays(samples, life.ended, compares=False)
     assert alone["learnt"].any(axis=1).tolist() == [True, False, False, False, True, True]
 
@@ -370,3 +384,10 @@ def test_a_prompt_beyond_its_limit_is_named(tmp_path: Path) -> None:
     life.room = 64
     with pytest.raises(GenerationError, match=r"begins with \d+ tokens, but spec.data.maxPromptTokens is 64; raise it"):
         asyncio.run(life.run())
+
+
+def test_a_job_may_take_what_the_environment_says_as_its_reward() -> None:
+    fields = {"messages": [[], []], "ending": ["answered", "turns"], "secret": [3, 4]}
+    assert earned(["p", "p"], ["r", "s"], earned=[0.5, 0.0], **fields) == [0.5, 0.0]
+    with pytest.raises(ValueError, match="give its class a method get_reward"):
+        earned(["p", "p"], ["r", "s"], earned=[0.5, None], **fields)
