@@ -295,6 +295,31 @@ def test_an_episode_is_given_up_where_nobody_knows_whether_a_call_was_made(tmp_p
         assert (life.ended[sample.key].ending, sample.attempt) == ("answered", int(sample.key in again))
 
 
+@pytest.mark.slow
+def test_an_episode_that_begins_otherwise_after_a_death_is_played_again(tmp_path: Path) -> None:
+    world = World()
+
+    class Random(Begun):
+        def __init__(self, world: World, secret: int, sample: Key) -> None:
+            super().__init__(world, secret, sample)
+            self.observation = f"This is game {world.begun}."
+
+    for dies in (lambda life: sum(life.world.effects.values()) >= 8, None):
+        life = Life(tmp_path, world, maxTurns=20)
+        life.begins = Random
+        if dies is None:
+            asyncio.run(life.run())
+        else:
+            with pytest.raises(asyncio.CancelledError):
+                asyncio.run(life.run(dies=dies))
+    assert {life.ended[s.key].ending for s in life.found} == {"answered"}
+    assert {s.attempt for s in life.found} >= {1}
+    for sample in life.found:
+        text = TOKENIZER.decode([*sample.prompt_tokens, *sample.tokens])
+        assert text.count("This is game") == 1
+        assert text.count("<tool_response>") == life.ended[sample.key].calls
+
+
 def scored(folder: Path) -> list[Sample]:
     store = Store(folder)
     try:

@@ -120,6 +120,8 @@ class Episodes:
             if limit < 1:
                 return SampledTurn([], [], False)
             found = self._store.episodes.turn(key, turn, prompt, sample.seed)
+            if found.prompt_tokens.tolist() != list(prompt):
+                raise EpisodeLost("the environment began or answered otherwise than before the coordinator died")
             if found.state is not State.GENERATED:
                 found = await draw(found, limit)
             return SampledTurn(found.tokens.tolist(), found.logprobs.tolist(), found.finished)
