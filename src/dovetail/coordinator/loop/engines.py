@@ -38,6 +38,7 @@ from dovetail.coordinator.reporting.page.run_folder import RunFolder
 from dovetail.coordinator.reporting.run_records import RunRecords
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
 from dovetail.coordinator.reporting.trackers.tracker_processes import TrackerProcesses
+from dovetail.coordinator.reporting.wait_chain import STALLED, Peer, PhaseClock, WaitingRun, wait_chain
 from dovetail.coordinator.rewards.calls import Calls, rehearse
 from dovetail.coordinator.rewards.live import LiveFunction, RewardCallable
 from dovetail.coordinator.rewards.workers import Workers
@@ -55,7 +56,7 @@ from dovetail.coordinator.store.delivery import OutputError, check, deliver, del
 from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.manifest_changes import adopt, reshard
 from dovetail.coordinator.store.store import Store, StoreError
-from dovetail.coordinator.workers.fleet import Fleet, Timeouts
+from dovetail.coordinator.workers.fleet import Fleet, InstanceHealth, Timeouts
 from dovetail.coordinator.workers.publishing import Publisher
 from dovetail.coordinator.workers.ranks import Ranks
 from dovetail.coordinator.workers.trainer_group import TrainerGroup
@@ -150,6 +151,8 @@ class Engines:
         self._documents = PageDocuments(RunFolder(settings.run_dir, documents))
         self._kinds = ("rollout", "scorer") if has_critic(spec) else ("rollout",)
         self._trained: list[str] = []
+        self._phases, self._stalled = PhaseClock(), ""
+        self._epoch = time.time() - time.monotonic()
         self.fleet = Fleet(
             time.monotonic,
             log,
@@ -278,6 +281,7 @@ class Engines:
         """Check once a second which peers are silent, and set the gauges of the instances."""
         while True:
             self.trainers.check_silence()
+            self._look_at_waits()
             for kind in ("rollout", "scorer"):
                 ready = {i.name for i in self.fleet.eligible(kind)}
                 for instance in self.fleet.instances(kind):
@@ -286,6 +290,32 @@ class Engines:
                 self.records.metrics.buffered.labels(holder).set(size)
             self.records.results.note_time()
             await asyncio.sleep(1.0)
+
+    def _look_at_waits(self) -> None:
+        """If a phase takes far longer than usual, say for whom it waits: in the status, and once in the log."""
+        fields = self.records.progress.document({})
+        phase, iteration = fields["phase"], fields["iteration"]
+        since = self._phases.see(phase if fields["stage"] == Stage.PPO else None, iteration, time.monotonic())
+        if since is None:
+            self._stalled = ""
+            return
+        on, epoch = self._generator.on_servers(), self._epoch
+
+        def peers(kind: str) -> list[Peer]:
+            here = (i for i in self.fleet.instances(kind) if i.health is not InstanceHealth.RETIRED)
+            found = ((i, *on.get(i.name, (0, 0.0))) for i in here)
+            return [Peer(i.name, epoch + i.seen, i.reason, samples, epoch + token) for i, samples, token in found]
+
+        ranks = [
+            Peer(name, epoch + heard, "" if joined else "has not joined")
+            for name, (heard, joined) in self.trainers.heard().items()
+        ]
+        running = {} if self._rewards is None else self._rewards.running()
+        calls = {name: epoch + began for name, began in running.items()}
+        found = WaitingRun(phase, iteration, ranks, peers("rollout"), peers("scorer"), calls)
+        before, self._stalled = self._stalled, wait_chain(found, epoch + since, time.time())
+        if self._stalled != before:
+            self.log("phase.stalled", iteration=iteration, phase=phase, message=self._stalled)
 
     async def _hold(self) -> None:
         """Bring late and restarted processes up to date while the stages run."""
@@ -322,6 +352,9 @@ class Engines:
         # The model before SFT is no version of PPO.
         version = None if self.fleet.version == BEFORE_SFT else self.fleet.version
         more = {"weight_version": version, "checkpoint": checkpoint, "models": self._hub.commits}
+        if self._stalled:
+            verdicts = [{"reason": STALLED, "message": self._stalled}, *document["health"].get("verdicts", [])]
+            more["health"] = {**document["health"], "iteration": document["iteration"], "verdicts": verdicts}
         return document | more | {"artifacts": self._trained, "buffered": self.buffered()}
 
     def buffered(self) -> dict[str, int]:

@@ -5,6 +5,7 @@ Before training every function is called on two of the job's prompts, so a broke
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -119,6 +120,14 @@ class Calls:
         self._log = log
         self._sleep = sleep
         self.functions: list[Function] = []
+        self._running: dict[int, tuple[str, float]] = {}
+
+    def running(self) -> dict[str, float]:
+        """When the oldest unanswered call of each function began, in monotonic seconds."""
+        found: dict[str, float] = {}
+        for title, began in self._running.values():
+            found[title] = min(found.get(title, began), began)
+        return found
 
     async def open(self) -> list[Function]:
         """Find the functions, only once. Raises RewardError."""
@@ -143,6 +152,7 @@ class Calls:
         tries = 0
         while True:
             tries += 1
+            self._running[id(call)] = asked.title, time.monotonic()
             try:
                 return await self._caller.call(function, call)
             except CallFailed as error:
@@ -152,6 +162,8 @@ class Calls:
                 seconds = min(BACKOFF_SECONDS * 2 ** (tries - 1), MAX_BACKOFF_SECONDS)
                 self._log("reward.failed", reason=text, again_in=seconds)
                 await self._sleep(seconds)
+            finally:
+                self._running.pop(id(call), None)
 
 
 def sentence(function: Function, call: Call, error: CallFailed, tries: int, rehearsal: bool = False) -> str:

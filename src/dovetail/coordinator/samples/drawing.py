@@ -160,6 +160,10 @@ class Drawing:
         """The number of samples that wait for a server, and the number on each server."""
         return len(self._pending) + self._follower.waiting(), self._flying.counts
 
+    def on_servers(self) -> dict[str, tuple[int, float]]:
+        """By server that has samples: their number, and when its last token came, in monotonic seconds."""
+        return {name: (count, self._flying.last_token(name)) for name, count in self._flying.counts.items()}
+
     def on(self, name: str) -> bool:
         """Whether an instance has samples."""
         return not self._flying.idle(name)

@@ -110,6 +110,15 @@ class Generator:
         """Whether an instance has nothing to generate. It then gets new samples only if other instances fail."""
         return all(drawing.idle(name) for drawing in self._drawings.values())
 
+    def on_servers(self) -> dict[str, tuple[int, float]]:
+        """By server that has samples: their number, and when its last token came, in monotonic seconds."""
+        found: dict[str, tuple[int, float]] = {}
+        for drawing in self._drawings.values():
+            for name, (count, token) in drawing.on_servers().items():
+                before = found.get(name, (0, token))
+                found[name] = before[0] + count, max(before[1], token)
+        return found
+
     def growing(self, iteration: int) -> list[Growing]:
         """The iteration's samples that servers are generating, with their tokens so far."""
         drawing = self._drawings.get(iteration)

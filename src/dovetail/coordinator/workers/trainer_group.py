@@ -230,6 +230,14 @@ class TrainerGroup:
         oldest = min((self._seen[rank] for rank in range(self.world_size) if rank in self._seen), default=self.clock())
         return self.formed and self.clock() - oldest > QUIET_SECONDS
 
+    def heard(self) -> dict[str, tuple[float, bool]]:
+        """By rank's name: when its last heartbeat came, and whether it has joined or is joining."""
+        now = self.clock()
+        return {
+            trainer_name(rank): (self._seen.get(rank, now), self.formed or rank in self._pending)
+            for rank in range(self.world_size)
+        }
+
     @property
     def versions(self) -> frozenset[int]:
         """The versions of the weights that the ranks keep. They can be sent while the ranks train."""

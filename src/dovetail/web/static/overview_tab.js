@@ -80,7 +80,8 @@ function now(live) {
   const step = live.stage ? `${live.stage === "ppo" ? `iteration ${live.iteration}` : `${live.stage} step ${live.step}`}${live.phase ? `: ${live.phase}${drawn}` : ""}` : live.message;
   const unwell = Object.entries(live.instances || {}).filter(([, instance]) => instance.state !== "healthy");
   const held = Object.entries(live.buffered || {}).filter(([, size]) => size >= 1e6).map(([holder, size]) => `${holder} ${Math.round(size / 1e6)} MB`);
-  return [step ? h("p", {class: "live"}, step) : "", held.length ? h("p", {}, `In the coordinator's memory: ${held.join(", ")}`) : "", unwell.length ? h("details", {}, h("summary", {}, `${unwell.length} of ${Object.keys(live.instances).length} servers are not healthy`),
+  const stalled = (live.health?.verdicts || []).filter((verdict) => verdict.reason === "Stalled");
+  return [...stalled.map((verdict) => h("div", {class: "note bad", role: "alert"}, h("b", {}, verdict.reason), verdict.message, ".")), step ? h("p", {class: "live"}, step) : "", held.length ? h("p", {}, `In the coordinator's memory: ${held.join(", ")}`) : "", unwell.length ? h("details", {}, h("summary", {}, `${unwell.length} of ${Object.keys(live.instances).length} servers are not healthy`),
     h("ul", {}, unwell.map(([name, instance]) => h("li", {}, h("b", {}, name), ` ${instance.state}${instance.reason ? `: ${instance.reason}` : ""}`)))) : ""];
 }
 
