@@ -35,7 +35,7 @@ START_SECONDS, RECOVERY_SECONDS = 1800.0, 1200.0
 @pytest.fixture(scope="module")
 def chart(cluster: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Two replicas of the operator, as Helm installs them."""
-    crd = str(REPOSITORY / "helm/dovetail/files/crds/rlhfjobs.dovetail.dev.yaml")
+    crd = str(REPOSITORY / "helm/dovetail/files/crds")
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", crd)
     values = tmp_path_factory.mktemp("chart") / "values.yaml"
     values.write_text(

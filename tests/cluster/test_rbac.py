@@ -134,8 +134,9 @@ OPERATOR = (
     | of("", "events", "create list")
     | of("kueue.x-k8s.io", "workloads", "list")
 )
-# Nodes belong to no namespace.
-EVERYWHERE = {"operator": of("", "nodes", "list watch"), "api": set[Right]()}
+# Nodes and classes belong to no namespace.
+CLASSES = of("dovetail.dev", "rlhfjobclasses", "list watch")
+EVERYWHERE = {"operator": of("", "nodes", "list watch") | CLASSES, "api": set[Right]()}
 LEADER = of("coordination.k8s.io", "leases", "get update", LEASE)
 LEADER |= of("", "secrets", "create") | of("", "secrets", "get", KEY_SECRET)
 API = (
@@ -164,6 +165,7 @@ NEVER: list[Right] = [
     *of(RBAC, "clusterroles", "get list create patch bind escalate"),
     *of(RBAC, "clusterrolebindings", "create patch"),
     *of("dovetail.dev", "rlhfjobs", "create update patch deletecollection"),
+    *of("dovetail.dev", "rlhfjobclasses", "get create update patch delete"),
     *of("apiextensions.k8s.io", "customresourcedefinitions", "get list watch create patch"),
     *of("admissionregistration.k8s.io", "validatingwebhookconfigurations", "get create patch"),
     *of("", "configmaps", "delete update"),
@@ -206,7 +208,7 @@ def test_can_i(server, confined, everywhere, component):
             if all(answers.values()):
                 break
         assert [right for right, allowed in answers.items() if not allowed] == []
-        doubtful = *NEVER, *of("", "nodes", "list watch"), *of("", "pods", "delete")
+        doubtful = *NEVER, *EVERYWHERE["operator"], *of("", "pods", "delete")
         never = [right for right in doubtful if right not in wanted | more]
         answers = review(server, user, groups, never, JOBS)
         assert [right for right, allowed in answers.items() if allowed] == []

@@ -177,7 +177,20 @@ def test_who_may_make_pods_may_name_what_his_pods_could(server: KubeCluster) -> 
 
 def test_a_namespace_that_is_privileged_by_its_label_has_the_nodes(server: KubeCluster) -> None:
     assert create(server, job({"hostNetwork": True}, namespace=NODES)).returncode == 0
-    assert SECRET in create(server, job(volume(secret={"secretName": "other"}), namespace=NODES)).stderr
+    kinds = ("cephfs", "rbd", "iscsi", "flexVolume", "scaleIO", "storageos")
+    volumes = [volume(**{kind: {"secretRef": {"name": "other"}}}) for kind in kinds]
+    volumes += [volume(secret={"secretName": "other"}), volume(azureFile={"shareName": "s", "secretName": "other"})]
+    volumes += [volume(csi={"driver": "d", "nodePublishSecretRef": {"name": "other"}})]
+    for pod in volumes:
+        assert SECRET in create(server, job(pod, namespace=NODES)).stderr, pod
+    assert create(server, job(volume(cephfs={"monitors": ["a"]}), namespace=NODES)).returncode == 0
+
+
+def test_what_a_job_of_a_class_may_name_is_for_its_class_to_say(server: KubeCluster) -> None:
+    for pod, sentence in REFUSED:
+        done = create(server, job(pod, **{"class": "some"}))
+        of_the_class = sentence in (SECRET, OF_PODS)
+        assert (done.returncode == 0) is of_the_class, (pod, done.stderr)
 
 
 def test_an_edit_of_anothers_job_may_only_suspend_it_and_try_it_again(server: KubeCluster) -> None:

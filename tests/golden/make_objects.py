@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from dovetail.manifest.documents import parse
+from dovetail.manifest.job_class import RLHFJobClass, parse_class
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob
 from dovetail.operator.operator_settings import OperatorSettings
@@ -59,7 +60,50 @@ def jobs() -> dict[str, tuple[RLHFJob, OperatorSettings]]:
         metrics_from=[{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
         pod_template={"spec": {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "10Gi"}}]}},
     )
-    return {"quickstart": (_job(cluster), OperatorSettings()), "colocated": (_job(colocated), admin)}
+    classed = yaml.safe_load((EXAMPLES / "quickstart-cluster.yaml").read_text())
+    classed["metadata"]["namespace"] = "team-a"
+    classed["spec"] |= {"class": "cpus", "hub": {"tokenSecret": {"name": "hub"}}}
+    classed["spec"]["groups"][0]["podTemplate"] = {"spec": {"nodeSelector": {"pool": "mine", "disk": "fast"}}}
+    return {
+        "quickstart": (_job(cluster), OperatorSettings()),
+        "colocated": (_job(colocated), admin),
+        "classed": (_job(classed), admin),
+    }
+
+
+def job_class() -> RLHFJobClass:
+    """The class of the job `classed`."""
+    limited = {"name": "dovetail", "resources": {"limits": {"memory": "64Gi"}}}
+    return parse_class(
+        {
+            "apiVersion": "dovetail.dev/v1alpha1",
+            "kind": "RLHFJobClass",
+            "metadata": {"name": "cpus"},
+            "spec": {
+                "namespaces": ["team-a", "team-b"],
+                "queue": "research",
+                "podTemplate": {
+                    "metadata": {"labels": {"cost-centre": "17"}},
+                    "spec": {
+                        "nodeSelector": {"pool": "rlhf"},
+                        "terminationGracePeriodSeconds": 60,
+                        "volumes": [{"name": "corpus", "nfs": {"server": "10.0.0.9", "path": "/corpus"}}],
+                        "containers": [
+                            {"name": "dovetail", "volumeMounts": [{"name": "corpus", "mountPath": "/corpus"}]}
+                        ],
+                    },
+                },
+                "coordinator": {"podTemplate": {"spec": {"serviceAccountName": "uploader"}}},
+                "trainer": {"image": "registry.example/trainer:3", "podTemplate": {"spec": {"containers": [limited]}}},
+                "rollout": {"image": "registry.example/rollout:3"},
+                "allowed": {
+                    "fields": ["spec.nodeSelector"],
+                    "images": ["registry.example.com/dovetail/*"],
+                    "secrets": ["hub"],
+                },
+            },
+        }
+    )
 
 
 def _job(document: dict[str, object]) -> RLHFJob:
@@ -68,9 +112,11 @@ def _job(document: dict[str, object]) -> RLHFJob:
 
 
 def rendered(job: RLHFJob, settings: OperatorSettings) -> str:
+    given = job_class() if job.spec.job_class is not None else None
+    assert given is None or given.problems(job) == []
     # Figures of a model of time are no part of what is rendered.
     plan = make_plan(job.spec).model_copy(update={"prediction": None})
-    context = RenderContext(job, UID, plan, settings)
+    context = RenderContext(job, UID, plan, settings, job_class=given)
     objects = [secret(context, "0" * 64), *supporting_objects(context), jobset(context), *surplus_jobs(context)]
     return yaml.dump_all(objects, Dumper=_NoAliases, sort_keys=False, width=110)
 

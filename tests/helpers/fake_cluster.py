@@ -3,6 +3,7 @@ Jobs. Carries out what `reconcile` says, and can be stepped and broken by tests.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 import json
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from golden import make_objects
@@ -19,6 +20,8 @@ from dovetail.gpus.gpu_products import Pools
 from dovetail.kube import names
 from dovetail.kube.owners import controller
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
+from dovetail.operator.cluster.classes import Classes
+from dovetail.operator.cluster.client import Client
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import read_job
 from dovetail.operator.reconcile.children import Children, deleting, is_gone, is_true, sizes
@@ -85,6 +88,7 @@ class FakeCluster:
         self.made: list[str] = []
         self.queueing = False
         self.settings = OperatorSettings()
+        self.classes = Classes(cast(Client, None), self._unheard)
         self._numbers = itertools.count(1)
 
     # ------------------------------------------------------------ the operator
@@ -98,7 +102,20 @@ class FakeCluster:
             outlook = self._outlook(*planned)
         more: dict[str, Any] = {"outlook": outlook, "ending": self.ending, "leaving": self.leaving, "lost": self.lost}
         more["disrupted"] = self._disruptions()
+        if not isinstance(job, PlanRefused):
+            more["job_class"] = self.classes.of(job)
         return Seen(self.document, planned, children, self.reported, self.settings, self.mounts, **more)
+
+    async def _unheard(self) -> None:
+        """The next look sees the change."""
+
+    def give_class(self, name: str, **spec: Any) -> None:
+        """Make the class, or change it."""
+        metadata = {"name": name, "resourceVersion": str(next(self._numbers))}
+        asyncio.run(self.classes.observe({"metadata": metadata, "spec": spec}, deleted=False))
+
+    def take_class(self, name: str) -> None:
+        asyncio.run(self.classes.observe({"metadata": {"name": name}}, deleted=True))
 
     def _disruptions(self) -> list[Disruption]:
         """As the controller's."""

@@ -52,9 +52,9 @@ def preserving(kind: str, plural: str, group: str, version: str) -> dict[str, An
 def install(
     cluster: KubeCluster, namespaces: list[str], *values: str, name: str = "dovetail", system: str = SYSTEM
 ) -> None:
-    """The CRD, and the chart's accounts and rights, with nothing that runs. `namespaces`: none means all. `values`:
+    """The CRDs, and the chart's accounts and rights, with nothing that runs. `namespaces`: none means all. `values`:
     more of the chart's, such as a=b. `name` is the release's, in namespace `system`."""
-    crd = str(REPOSITORY / "helm/dovetail/files/crds/rlhfjobs.dovetail.dev.yaml")
+    crd = str(REPOSITORY / "helm/dovetail/files/crds")
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", crd)
     chart, spaces = str(REPOSITORY / "helm/dovetail"), f"namespaces={json.dumps(namespaces)}"
     more = [word for value in values for word in ("--set", value)]

@@ -31,6 +31,9 @@ CONTROLLER_UID_LABEL = "batch.kubernetes.io/controller-uid"  # Kubernetes' own l
 PODS_LABEL = "dovetail.dev/pods"
 COORDINATOR_PODS_LABEL = "dovetail.dev/coordinator-pods"
 PREEMPTIBLE_PODS_LABEL = "dovetail.dev/preemptible-pods"
+# On a JobSet: the RLHFJobClass that the job names, and the hash of what the class gave.
+CLASS_LABEL = "dovetail.dev/class"
+CLASS_HASH_LABEL = "dovetail.dev/class-hash"
 FOLDER = "dovetail.dev/folder"  # on a claim: the folder of the last job that used it
 EARLIER_FOLDERS = "dovetail.dev/earlier-folders"  # on a claim: the folders of earlier jobs, the last one first
 ROOM = "dovetail.dev/room"  # the pods of each GPU group for which nodes had room at planning

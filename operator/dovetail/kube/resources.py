@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dovetail.manifest.describe.crd import GROUP, PLURAL, VERSION
+from dovetail.manifest.describe.crd import CLASS_PLURAL, GROUP, PLURAL, VERSION
+from dovetail.manifest.job_class import CLASS_KIND
 from dovetail.manifest.types import KIND
 
 
@@ -40,6 +41,8 @@ class Resource:
 
 
 RLHFJOB = Resource(KIND, GROUP, VERSION, PLURAL)
+# Classes belong to no job. All are watched (`cluster/classes.py`).
+RLHFJOB_CLASS = Resource(CLASS_KIND, GROUP, VERSION, CLASS_PLURAL, watched=False)
 EVENT = Resource("Event", "", "v1", "events", watched=False)
 # Nodes belong to no job. Some are listed, and all are watched for notices (`cluster/notices.py`).
 NODE = Resource("Node", "", "v1", "nodes", watched=False)
@@ -92,4 +95,4 @@ POD_GROUPS: dict[str, Resource] = {
     Gang.VOLCANO: Resource(POD_GROUP, "scheduling.volcano.sh", "v1beta1", "podgroups"),
     Gang.COSCHEDULING: Resource(POD_GROUP, "scheduling.x-k8s.io", "v1alpha1", "podgroups"),
 }
-BY_KIND = {resource.kind: resource for resource in (*CHILDREN, RLHFJOB, EVENT, NODE, SECRET, WORKLOAD)}
+BY_KIND = {resource.kind: resource for resource in (*CHILDREN, RLHFJOB, RLHFJOB_CLASS, EVENT, NODE, SECRET, WORKLOAD)}

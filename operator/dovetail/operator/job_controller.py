@@ -23,15 +23,18 @@ from dovetail.kube.resources import (
     POD,
     POD_GROUPS,
     RLHFJOB,
+    RLHFJOB_CLASS,
     ROLE,
     ROLE_BINDING,
     VOLUME_CLAIM,
     Resource,
 )
+from dovetail.manifest.job_class import RLHFJobClass
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.types import KIND, RLHFJob
 from dovetail.operator.cluster import own_objects
 from dovetail.operator.cluster.child_watch import follow
+from dovetail.operator.cluster.classes import Classes
 from dovetail.operator.cluster.client import Client
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
 from dovetail.operator.cluster.gpu_nodes import Nodes
@@ -108,6 +111,8 @@ class Controller:
     ) -> None:
         self.nodes = Nodes(client, settings.nodes_seconds, self.look_at_all)
         self._notices = Notices(client, spot.NOTICES | set(settings.notice_taints), self.look_at_all, now)
+        limited = "the operator serves only some namespaces, and so sees no classes, which belong to the cluster"
+        self._classes = Classes(client, self.look_at_all, limited if settings.namespaces else "")
         self._client = client
         self._planner = planner
         self._coordinators = coordinators
@@ -115,7 +120,7 @@ class Controller:
         self._metrics = metrics
         metrics.count_requests(lambda: client.requests)
         self._now = now
-        self._dispatch = Dispatch(client, planner, settings, now)
+        self._dispatch = Dispatch(client, planner, settings, self._classes, now)
         self._tokens = Tokens(client, settings.namespace)
         self._mounts = Mounts(client, time.monotonic)
         self._drift = Drift()
@@ -164,6 +169,10 @@ class Controller:
         await self._list_jobs()
         async with asyncio.TaskGroup() as group:
             listed = []
+            if not self._settings.namespaces:  # such an operator has no right to see classes
+                listed.append(first := asyncio.Event())
+                told = partial(self._listed, RLHFJOB_CLASS, first)
+                group.create_task(follow(self._client, RLHFJOB_CLASS, None, "", self._classes, told))
             for namespace in self._settings.namespaces or (None,):
                 for resource in self._kinds:
                     listed.append(first := asyncio.Event())
@@ -256,13 +265,16 @@ class Controller:
         token = self._tokens.known(uid)
         planned: tuple[Any, Any] | PlanRefused = PlanRefused(reasons.NOT_PLANNED, "the job is over")
         reported, mounts, outlook, claims = None, dict[str, str](), Outlook(), set[str]()
+        job_class: RLHFJobClass | PlanRefused | None = None
         if not is_over(old_status(document)):
             planned = await self._planner.planned(document, children)
             if isinstance(planned, PlanRefused) and planned.reason == reasons.PLANNING and _was_answered(document):
                 return None  # what its status says stays until the planner answers
             outlook = self._outlook(key, uid, planned, children)
             if not isinstance(planned, PlanRefused):
-                context = RenderContext(planned[0], uid, planned[1], self._settings)
+                job_class = self._classes.of(planned[0])
+                usable = None if isinstance(job_class, PlanRefused) else job_class
+                context = RenderContext(planned[0], uid, planned[1], self._settings, job_class=usable)
                 self._metrics.jobs.fits(key, _fits(context, outlook))
                 claims = claim_names(context) if waiting_pods(children) else set()
             reported = self._coordinators.report(key, children, token)
@@ -274,6 +286,7 @@ class Controller:
                 leaving=self._notices.leaving,
                 lost=self._notices.lost,
                 disrupted=self._disruptions(key),
+                job_class=job_class,
             ),
             self._now(),
         )
@@ -293,7 +306,8 @@ class Controller:
             await self._delete(document, result)
             return _sooner(later, result.requeue)
         works = state(result.status.conditions) == "Running"
-        queue = label(document, names.QUEUE_LABEL)
+        jobset = children.get(JOBSET.kind, key[1])
+        queue = label(document if jobset is None else jobset, names.QUEUE_LABEL)
         gpus = {} if isinstance(planned, PlanRefused) else _gpus(planned[0], children)
         self._metrics.jobs.hold(key, queue, gpus, works)
         try:

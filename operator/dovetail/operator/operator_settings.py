@@ -122,7 +122,7 @@ def _template(path: Path) -> dict[str, Any]:
     # This is imported here, because the planner's process does not need it.
     from dovetail.operator.template_mistakes import first_mistake
 
-    if (problem := first_mistake(document)) is not None:
+    if (problem := first_mistake(document, "jobs")) is not None:
         raise ValueError(f"DOVETAIL_POD_TEMPLATE: {problem}")
     return document
 

@@ -1,4 +1,5 @@
-"""Finds mistakes in the pod template that an administrator gives for all jobs (`jobs.podTemplate` of the chart)."""
+"""Finds mistakes in the pod templates that an administrator gives, for all jobs (`jobs.podTemplate` of the chart) or in
+an RLHFJobClass."""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ from dovetail.manifest.checks.rules.pod_rules import template_errors
 from dovetail.manifest.merge import DIRECTIVE
 from dovetail.protocol.process.process_names import CONTAINER
 
-WHERE = "jobs.podTemplate"
 # Names with this similarity count as typing errors, such as nodeselector, toleration or image_pull_secrets.
 ALIKE = 0.83
 EVERYWHERE = {"files", "plan", "tmp"}  # volumes that every pod has
@@ -28,11 +28,13 @@ _SIMPLE: dict[str, tuple[str, tuple[type, ...]]] = {
 _QUANTITIES = {"limits", "requests", "overhead", "sizeLimit", "divisor"}
 
 
-def first_mistake(template: dict[str, Any]) -> str | None:
-    """A sentence with the first mistake. None if there is none. A field that this release does not know may belong to a
-    later Kubernetes. It is a mistake only if its name is nearly that of a known field."""
-    found = _mistakes(template, "V1PodTemplateSpec", WHERE)
-    return next(found, None) or next(iter(template_errors(template, "jobs")), None) or next(_unnamed(template), None)
+def first_mistake(template: dict[str, Any], owner: str) -> str | None:
+    """A sentence with the first mistake. None if there is none. `owner` is the path of the object that has the
+    podTemplate. A field that this release does not know may belong to a later Kubernetes. It is a mistake only if its
+    name is nearly that of a known field."""
+    where = f"{owner}.podTemplate"
+    shape, rules = _mistakes(template, "V1PodTemplateSpec", where), iter(template_errors(template, owner))
+    return next(shape, None) or next(rules, None) or next(_unnamed(template, where), None)
 
 
 def _mistakes(value: Any, kind: str, path: str) -> Iterator[str]:
@@ -91,19 +93,19 @@ def _fields(kind: str) -> dict[str, str]:
     return {model.attribute_map[name]: each for name, each in model.openapi_types.items()}
 
 
-def _unnamed(template: dict[str, Any]) -> Iterator[str]:
+def _unnamed(template: dict[str, Any], where: str) -> Iterator[str]:
     """Sentences about containers without an image, and about mounts of volumes that are not there. Often a name is
     misspelt."""
     spec = template.get("spec") or {}
     for container in spec.get("containers") or ():
         if container.get("name") != CONTAINER and not (container.get("image") or DIRECTIVE in container):
             name = container["name"]
-            yield f"{WHERE}.spec.containers[{name}] has no image; the container of Dovetail is called {CONTAINER}."
+            yield f"{where}.spec.containers[{name}] has no image; the container of Dovetail is called {CONTAINER}."
     there = EVERYWHERE | {str(volume.get("name")) for volume in spec.get("volumes") or ()}
     for container in (*(spec.get("containers") or ()), *(spec.get("initContainers") or ())):
         for mount in container.get("volumeMounts") or ():
             if (name := mount.get("name")) and name not in there:
-                yield f"{WHERE} mounts the volume {name}, which it does not have; add it to spec.volumes."
+                yield f"{where} mounts the volume {name}, which it does not have; add it to spec.volumes."
 
 
 def _shown(value: Any) -> str:

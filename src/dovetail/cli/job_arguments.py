@@ -9,7 +9,9 @@ from pathlib import Path
 import click
 
 from dovetail.cli.common.one_line_options import apply_overrides
+from dovetail.manifest.describe.crd import CLASS_PLURAL, GROUP
 from dovetail.manifest.documents import FieldLines, ManifestError, parse, read_yaml, with_home
+from dovetail.manifest.job_class import RLHFJobClass, parse_class
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.plan import Plan
 
@@ -37,6 +39,13 @@ set_option = click.option(
     help="Change a field of the manifest, for example spec.ppo.iterations=3 or spec.groups[0].replicas=1. "
     "May be given more than once.",
 )
+class_option = click.option(
+    "--class",
+    "class_path",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The RLHFJobClass that the manifest names, as a YAML file.  [default: as kubectl gets it from the cluster]",
+)
 seed_option = click.option("--seed", type=click.IntRange(0, 2**31 - 1), help="Short for --set spec.seed=SEED.")
 
 
@@ -50,6 +59,7 @@ def load_job(
     planned: bool = False,
     resume: bool = False,
     cpu: bool | None = None,
+    job_class: RLHFJobClass | None = None,
 ) -> tuple[RLHFJob, Plan]:
     """The checked job with every default filled in, and its plan. Warnings go to stderr.
 
@@ -57,6 +67,7 @@ def load_job(
     come from `profile_path`, or from a profile in the run directory. `planned`: the job is only planned, so its GPUs
     may be those of a cluster. `resume`: the run in the run directory is continued. `cpu`: None if the job does not run
     on this machine. True if it runs here, and on CPUs only. False if it runs here as its groups say.
+    `job_class`: the class from which the job's pods get images and podTemplates.
 
     Raises ManifestError, UsageError and PlanError."""
     from dovetail.cli.common.plan_inputs import configurations, hardware, local_profile
@@ -68,6 +79,11 @@ def load_job(
     from dovetail.planner.make_plan import make_plan
 
     written, job, base = read_job(manifest, overrides, seed, cpu=cpu)
+    if job_class is not None:
+        with located(manifest, overrides):
+            if errors := job_class.problems(written):
+                raise ManifestError(errors)
+        job = job.model_copy(update={"spec": job_class.given_to(job.spec)})
     # A run on this machine uses no image. Each process asks its own torch.
     if cpu is None and (errors := image_errors(job.spec, measured=hardware(hardware_path))):
         raise ManifestError(errors)
@@ -82,6 +98,31 @@ def load_job(
     for warning in dict.fromkeys([*warnings(written.spec, cluster=elsewhere), *made.warnings]):
         click.echo(f"Warning: {warning}", err=True)
     return job.model_copy(update={"spec": with_lag(job.spec, made.lag)}), made
+
+
+def read_class(manifest: Path, overrides: Sequence[str], path: Path | None) -> RLHFJobClass | None:
+    """The class that a manifest names, from a file, or from the cluster. None if the manifest names none, or if kubectl
+    cannot get it, which a warning says. Raises ManifestError."""
+    from dovetail.tools.doctor.cluster_checks import KubectlFailed, kubectl
+
+    name = read_job(manifest, overrides)[0].spec.job_class
+    if path is None:
+        if name is None:
+            return None
+        try:
+            return parse_class(kubectl(["get", f"{CLASS_PLURAL}.{GROUP}", name]))
+        except KubectlFailed as error:
+            why = f"kubectl did not get class {name} ({error}), so its rules are not checked; give --class FILE"
+            click.echo(f"Warning: {why}.", err=True)
+            return None
+    found = parse_class(read_yaml(path))
+    if name != found.name:
+        with located(manifest, overrides):
+            given = "is missing" if name is None else f"is {name}"
+            raise ManifestError(
+                [f"spec.class {given}, and {path} has the class {found.name}; write class: {found.name}."]
+            )
+    return found
 
 
 @contextmanager

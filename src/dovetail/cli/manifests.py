@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from dovetail.cli.doctor_command import findings_table
-from dovetail.cli.job_arguments import load_job, located, manifest_argument, set_option
+from dovetail.cli.job_arguments import class_option, load_job, located, manifest_argument, read_class, set_option
 from dovetail.manifest.documents import ManifestError
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.errors import UsageError
@@ -20,25 +20,28 @@ from dovetail.protocol.process.extras import require
 @click.command()
 @manifest_argument
 @set_option
+@class_option
 @click.option(
     "--deep",
     is_flag=True,
     help="Read every record of the data, load the tokenizer, call the reward functions on two prompts, count GPUs, and "
     "prove the models on small copies.",
 )
-def validate(manifest: Path, overrides: tuple[str, ...], deep: bool) -> None:
+def validate(manifest: Path, overrides: tuple[str, ...], class_path: Path | None, deep: bool) -> None:
     """Check a manifest without running it.
 
     Each problem is one sentence with file and line, the field and the fix. The exit code is then 2. A warning names
     each field that is accepted but has no effect yet.
     """
-    job, plan = load_job(manifest, overrides)
+    job_class = read_class(manifest, overrides, class_path)
+    job, plan = load_job(manifest, overrides, job_class=job_class)
     rollouts = f", {len(plan.rollouts)} rollouts" if plan.rollouts else ""
     stages = ", ".join(stage.value for stage in job.spec.stages)
     ranks = f"{plan.world_size} trainer rank{'s' if plan.world_size != 1 else ''}"
     if deep:
         _deeply(manifest, overrides, job, plan)
-    click.echo(f"{manifest} is valid: {job.metadata.name}, stages {stages}; {ranks}{rollouts}.")
+    given = f"; {job_class.told()}" if job_class is not None else ""
+    click.echo(f"{manifest} is valid: {job.metadata.name}, stages {stages}; {ranks}{rollouts}{given}.")
 
 
 def _deeply(manifest: Path, overrides: tuple[str, ...], job: RLHFJob, plan: Plan) -> None:

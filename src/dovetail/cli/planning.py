@@ -13,7 +13,15 @@ from rich.console import Console
 
 from dovetail.cli.common.plan_inputs import configurations, hardware, inventory, local_profile
 from dovetail.cli.common.plan_tables import plan_tables, pod_memory_table, prediction_tables
-from dovetail.cli.job_arguments import load_job, manifest_argument, new_file, read_job, set_option
+from dovetail.cli.job_arguments import (
+    class_option,
+    load_job,
+    manifest_argument,
+    new_file,
+    read_class,
+    read_job,
+    set_option,
+)
 from dovetail.gpus.gpu_products import GPU
 from dovetail.manifest.sizes import owner
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
@@ -125,6 +133,7 @@ def write_html(path: Path, name: str, chosen: Chosen | None) -> None:
 @click.command()
 @manifest_argument
 @set_option
+@class_option
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.option("-o", "--output", type=new_file, help="Write the plan as JSON to this file.")
 @click.option(
@@ -163,6 +172,7 @@ def write_html(path: Path, name: str, chosen: Chosen | None) -> None:
 def plan(
     manifest: Path,
     overrides: tuple[str, ...],
+    class_path: Path | None,
     as_json: bool,
     output: Path | None,
     html_path: Path | None,
@@ -187,10 +197,16 @@ def plan(
         raise UsageError("--optimize cost needs prices; give an --inventory with pricePerGPUHour")
     measured = hardware(hardware_path)
     there = inventory(inventory_path, cluster, measured)
+    job_class = read_class(manifest, overrides, class_path)
     groups: Plan | str
     try:
         job, groups = load_job(
-            manifest, overrides, hardware_path=hardware_path, profile_path=profile_path, planned=True
+            manifest,
+            overrides,
+            hardware_path=hardware_path,
+            profile_path=profile_path,
+            planned=True,
+            job_class=job_class,
         )
     except PlanError as error:
         if there is None or as_json or output is not None:
@@ -206,6 +222,8 @@ def plan(
         if as_json:
             click.echo(text)
     console = Console()
+    if job_class is not None and not as_json:
+        console.print(f"The pods are of {job_class.told()}.", highlight=False, markup=False, soft_wrap=True)
     chosen = None
     if there is not None:
         chosen = on_inventory(job.spec, configs, there, by_cost=optimize == "cost")

@@ -56,7 +56,7 @@ def _value(base: Any, patch: Any, name: str, path: str) -> Any:
 
 def _lists(base: list[Any], patch: list[Any], key: str, path: str) -> list[Any]:
     """Items with the same key are merged in place. Other items are added at the end, in the patch's order."""
-    result: dict[Any, Any] = {item[key]: item for item in base}
+    result: dict[Any, Any] = {item.get(key, DIRECTIVE): item for item in base}
     for number, item in enumerate(patch):
         place = f"{path}[{number}]"
         if not isinstance(item, dict):

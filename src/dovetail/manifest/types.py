@@ -857,6 +857,14 @@ class RLHFJobSpec(Model):
         description="The controller that runs the job, such as kueue.x-k8s.io/multikueue. The operator leaves a job of "
         "another controller alone, and its status is what that controller writes. Default: dovetail.dev/operator.",
     )
+    job_class: Annotated[
+        Name | None, WHEN_SUSPENDED, OnCluster("there are no pods to which a class gives anything")
+    ] = Field(
+        default=None,
+        alias="class",
+        description="The RLHFJobClass from which the pods get images, podTemplates and a queue, and which says what "
+        "this job may name. null: none.",
+    )
     seed: Annotated[int, fixed("everything random in the run so far came from it")] = Field(
         default=0, ge=0, le=2**31 - 1, description="Seed of all random numbers of the job."
     )

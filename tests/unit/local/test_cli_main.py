@@ -495,3 +495,60 @@ def test_a_replay_is_not_written_among_other_files(tmp_path):
     assert result.exit_code == 2
     assert "kept is not empty, and the replay would write into it; name a new folder" in " ".join(result.output.split())
     assert (tmp_path / "kept" / "job.json").read_text() == "mine"
+
+
+# ---------------------------------------------------------------- classes
+
+CLASS = {
+    "apiVersion": "dovetail.dev/v1alpha1",
+    "kind": "RLHFJobClass",
+    "metadata": {"name": "cpus"},
+    "spec": {"queue": "research", "trainer": {"image": "trainer:1"}, "allowed": {"secrets": ["wandb"]}},
+}
+
+
+@pytest.fixture
+def of_class(tmp_path, monkeypatch):
+    """A manifest of a class, the class as a file, and a kubectl that answers with it."""
+    job, given = tmp_path / "job.yaml", tmp_path / "class.yaml"
+    job.write_text(yaml.safe_dump(JOB | {"spec": JOB["spec"] | {"class": "cpus"}}))
+    given.write_text(yaml.safe_dump(CLASS))
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(
+        f"#!/bin/sh\n[ $2/$3 = rlhfjobclasses.dovetail.dev/cpus ] && cat <<END\n{json.dumps(CLASS)}\nEND\n"
+    )
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return str(job), str(given), kubectl
+
+
+def test_a_job_is_validated_with_its_class_from_a_file_or_the_cluster(of_class):
+    job, given, _ = of_class
+    for words in (["--class", given], []):
+        done = call("validate", job, *words)
+        assert done.exit_code == 0, done.output
+        assert "; class cpus (queue research, trainer image trainer:1)." in done.output
+        assert "The pods are of class cpus (queue research" in call("plan", job, *words).output
+        refused = call("validate", job, *words, "--set", "spec.hub.tokenSecret.name=other")
+        assert refused.exit_code == 2
+        assert "spec.hub.tokenSecret names other, which class cpus does not allow (secrets: wandb)" in refused.output
+
+
+def test_a_class_that_kubectl_does_not_get_is_a_warning(of_class):
+    job, _, kubectl = of_class
+    kubectl.write_text("#!/bin/sh\necho 'Error from server (NotFound): no cpus' >&2\nexit 1\n")
+    done = call("validate", job)
+    assert done.exit_code == 0, done.output
+    assert "kubectl did not get class cpus (Error from server (NotFound): no cpus), so its rules are not" in done.output
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("gpus", "spec.class is gpus, and"), ("null", "spec.class is missing, and")],
+)
+def test_a_class_file_must_be_of_the_class_that_the_job_names(of_class, name, sentence):
+    job, given, _ = of_class
+    done = call("validate", job, "--class", given, "--set", f"spec.class={name}")
+    assert done.exit_code == 2
+    assert sentence in done.output
+    assert "write class: cpus" in done.output

@@ -76,10 +76,12 @@ def test_kubeconform(tmp_path, words):
 
 
 @pytest.mark.slow
-def test_the_crd_is_the_generated_one():
-    (found,) = of_kind(yaml.safe_load_all(template()), "CustomResourceDefinition")
-    generated = yaml.safe_load((CHART / "files/crds/rlhfjobs.dovetail.dev.yaml").read_text())
-    assert found["spec"] == generated["spec"]
+def test_the_crds_are_the_generated_ones():
+    found = of_kind(yaml.safe_load_all(template()), "CustomResourceDefinition")
+    assert [each["spec"]["names"]["kind"] for each in found] == ["RLHFJobClass", "RLHFJob"]
+    for each in found:
+        generated = yaml.safe_load((CHART / f"files/crds/{each['metadata']['name']}.yaml").read_text())
+        assert each["spec"] == generated["spec"]
 
 
 def test_every_variable_of_the_pods_is_a_setting(everything):

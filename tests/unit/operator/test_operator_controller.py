@@ -177,7 +177,7 @@ def sent(**spec):
     client.job["metadata"]["resourceVersion"] = "2"
     controller.store.put(copy.deepcopy(client.job))
     settings = OperatorSettings(multi_kueue=True)
-    controller._dispatch = Dispatch(client, Planner(), settings, lambda: client.now)
+    controller._dispatch = Dispatch(client, Planner(), settings, controller._classes, lambda: client.now)
     return controller, client
 
 

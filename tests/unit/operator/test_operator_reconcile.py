@@ -614,6 +614,13 @@ def test_a_broken_gang_gives_its_gpus_back_and_waits_again(role, queue, gang, se
         assert cluster.look().delete == [], "once: it waits like a job that has not started"
 
 
+def test_a_broken_gang_in_the_default_queue_waits_again_too():
+    """Kueue puts a JobSet without a queue into the queue `default`. The job itself names none."""
+    cluster = running(groups=TWO_ROLLOUTS)
+    cluster.objects["JobSet", "demo"]["metadata"]["labels"][names.QUEUE_LABEL] = "default"
+    assert ("JobSet", "demo") in wait_in_vain(cluster, cluster.pod("trainer"), 301).delete
+
+
 def test_nothing_is_made_after_the_end():
     cluster = running(failurePolicy=restarting(0))
     cluster.end(cluster.pod("trainer"), 1, "died")

@@ -13,6 +13,7 @@ from dovetail.kube.owners import controlled_by
 from dovetail.kube.resources import WORKLOAD
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.types import KIND
+from dovetail.operator.cluster.classes import Classes
 from dovetail.operator.cluster.client import Client
 from dovetail.operator.cluster.object_cache import Key
 from dovetail.operator.log import log
@@ -62,11 +63,13 @@ class Dispatch:
         client: Client,
         planner: Planner,
         settings: OperatorSettings,
+        classes: Classes,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._client = client
         self._planner = planner
         self._settings = settings
+        self._classes = classes
         self._now = now
         self._told: dict[Key, tuple[str, int]] = {}  # uid and generation
 
@@ -108,8 +111,12 @@ class Dispatch:
             if planned.reason == reasons.PLANNING:
                 return Looked([], LOOK_SECONDS)
             return self._once(key, document, planned.reason, planned.message)
+        job_class = self._classes.of(planned[0])
+        if isinstance(job_class, PlanRefused):
+            return self._once(key, document, job_class.reason, job_class.message)
+        context = RenderContext(planned[0], uid, planned[1], self._settings, job_class=job_class)
         try:
-            await self._client.create(workload(RenderContext(planned[0], uid, planned[1], self._settings)))
+            await self._client.create(workload(context))
         except KubeError as error:
             if error.status == 404:
                 raise KubeError(404, f"the cluster has no {WORKLOAD.kind} of Kueue; install Kueue") from error

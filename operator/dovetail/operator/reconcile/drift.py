@@ -16,6 +16,7 @@ from dovetail.kube.resources import (
     DISRUPTION_BUDGET,
     NETWORK_POLICY,
 )
+from dovetail.manifest.job_class import RLHFJobClass
 from dovetail.manifest.types import RLHFJob
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.reconcile.children import Children, Object
@@ -33,14 +34,15 @@ LONGEST_PAUSE = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Look:
-    """The inputs of one comparison. Job, plan and settings are compared by identity. This keeps neither job nor plan in
-    memory, because they may take megabytes. `pods` has the uids of the pods that protect the NetworkPolicy. `versions`
-    has the versions of the existing objects by kind."""
+    """The inputs of one comparison. Job, plan, settings and class are compared by identity. This keeps neither job nor
+    plan in memory, because they may take megabytes. `pods` has the uids of the pods that protect the NetworkPolicy.
+    `versions` has the versions of the existing objects by kind."""
 
     uid: str
     job: weakref.ref[RLHFJob]
     plan: weakref.ref[Plan]
     settings: OperatorSettings
+    job_class: RLHFJobClass | None
     room: Mapping[str, int]
     sizes: Mapping[str, int]
     started: bool
@@ -67,6 +69,7 @@ class Look:
             and plan is not None
             and plan is other.plan()
             and self.settings is other.settings
+            and self.job_class is other.job_class
             and self.room == other.room
         )
 
@@ -158,6 +161,7 @@ def look_at(context: RenderContext, children: Children, started: bool, protected
         job=weakref.ref(context.job),
         plan=weakref.ref(context.plan),
         settings=context.settings,
+        job_class=context.job_class,
         room=context.room,
         sizes=context.sizes,
         started=started,

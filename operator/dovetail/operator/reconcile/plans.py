@@ -37,10 +37,11 @@ def publish(
     reported: Mapping[str, Any] | None,
     outlook: Outlook,
     config_map: Mapping[str, Any] | None,
+    class_news: str = "",
 ) -> PlanStatus | None:
     """The plan in the status, and the condition Planned. Its reason is PlanOff while iterations take other times than
     the plan says, and Replanned while the nodes have other room than when the plan was made. `config_map` is the plan's
-    ConfigMap, for a job that has started."""
+    ConfigMap, for a job that has started. `class_news` is what has become of the job's class since."""
     before = next((c for c in old.conditions if c.type == "Planned" and c.status == "True"), None)
     if outlook.pending and before is not None and old.plan is not None:
         return old.plan  # it stays until the new plan is there
@@ -53,7 +54,7 @@ def publish(
     if reported is None and before is not None and before.reason == reasons.PLAN_OFF and not fresh:
         return shown  # the coordinator is away, so its last report stays
     problem = progress.plan_problem(reported or {})
-    said = "; ".join(filter(None, (told.sentence, summary(context, outlook))))
+    said = "; ".join(filter(None, (told.sentence, class_news, summary(context, outlook))))
     if problem is not None:
         conditions.set("Planned", True, reasons.PLAN_OFF, f"{problem} ({said})")
     else:

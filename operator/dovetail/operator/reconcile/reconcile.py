@@ -14,6 +14,7 @@ from typing import Any
 from dovetail.kube import names
 from dovetail.kube.owners import controlled_by
 from dovetail.kube.resources import CONFIG_MAP, DISRUPTION_BUDGET, JOB, JOBSET, NETWORK_POLICY, POD, VOLUME_CLAIM
+from dovetail.manifest.job_class import RLHFJobClass
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.status import GroupStatus, RLHFJobStatus
 from dovetail.manifest.types import RLHFJob, Role
@@ -44,6 +45,7 @@ from dovetail.operator.reconcile.replan import Outlook
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import (
     WITH_PODS,
+    class_labels,
     jobset,
     lifted,
     pods_changed,
@@ -83,7 +85,8 @@ class Seen:
     status, if it answered. `mounts` has messages about volumes that pods wait for, by uid. `drift` is a memory that
     saves work, and slows quarrels with others down. `outlook` is the room on the nodes. `ending` has the nodes that
     will end soon, with the time at which that was noticed. `leaving` has the nodes that lose their pods, and what takes
-    them. `lost` has the nodes that are not ready. `disrupted` has the pods that the cluster ended."""
+    them. `lost` has the nodes that are not ready. `disrupted` has the pods that the cluster ended.
+    `job_class` is the class that the job names, or the reason why it cannot be used."""
 
     document: Object
     planned: tuple[RLHFJob, Plan] | PlanRefused
@@ -97,6 +100,7 @@ class Seen:
     leaving: Mapping[str, Sequence[Taking]] = field(default_factory=dict)
     lost: Mapping[str, rootcause.LostNode] = field(default_factory=dict)
     disrupted: Sequence[Disruption] = ()
+    job_class: RLHFJobClass | PlanRefused | None = None
 
 
 @dataclass(frozen=True)
@@ -166,17 +170,40 @@ def _reconcile(seen: Seen, now: datetime) -> Reconciled:
         return _again(seen, conditions, status)
     if is_over(old):
         return _after_the_end(seen, old, now)
-    planned = seen.planned
+    planned, mine = seen.planned, _jobset(seen)
+    if mine is None and isinstance(seen.job_class, PlanRefused):
+        planned = seen.job_class
     if (retry := int((seen.document.get("spec") or {}).get("retry") or 0)) or old.retry:
         status = status.model_copy(update={"retry": retry})
     if isinstance(planned, PlanRefused):
         return _refused(seen, planned, conditions, status, now)
-    uid, mine, room = str(seen.document["metadata"]["uid"]), _jobset(seen), seen.outlook.room or {}
-    context = RenderContext(planned[0], uid, planned[1], seen.settings, sizes(mine), room, images(mine))
+    uid, room = str(seen.document["metadata"]["uid"]), seen.outlook.room or {}
+    usable = None if isinstance(seen.job_class, PlanRefused) else seen.job_class
+    context = RenderContext(planned[0], uid, planned[1], seen.settings, sizes(mine), room, images(mine), usable)
     made = seen.children.get(CONFIG_MAP.kind, names.plan_config_map(context.name)) if mine is not None else None
-    plan = publish(context, conditions, old, seen.reported, seen.outlook, made)
+    plan = publish(context, conditions, old, seen.reported, seen.outlook, made, _class_news(seen, context, mine))
     status = status.model_copy(update={"plan": plan})
     return _Reconciler(seen, context, conditions, status, now).run()
+
+
+def _class_news(seen: Seen, context: RenderContext, jobset: Object | None) -> str:
+    """What has become of the class of a job whose pods were made by it. Empty if nothing has. Pods that run keep what
+    the class said, and the next ones get what it says then."""
+    if jobset is None or _waits(jobset):
+        return ""
+    if isinstance(seen.job_class, PlanRefused):
+        return f"pods that run stay, but no more are made: {seen.job_class.message.rstrip('.')}"
+    labels = jobset["metadata"].get("labels") or {}
+    if any(labels.get(key) != value for key, value in class_labels(context).items()):
+        name = context.job.spec.job_class
+        return (
+            f"class {name} has changed since the pods were made; set spec.suspend to true, and then to false, to use it"
+        )
+    return ""
+
+
+def _waits(jobset: Object) -> bool:
+    return bool(jobset["spec"].get("suspend"))
 
 
 class _Reconciler:
@@ -216,11 +243,11 @@ class _Reconciler:
             self._say_stopped(reasons.CREATING, "the pods are made anew from the changed manifest")
             self._requeue.append(AGAIN_SECONDS)
             return self._result(apply=apply, delete=[*self._surplus_gone(), (JOBSET.kind, self._context.name)])
-        if self._jobset["spec"].get("suspend") or deleting(self._jobset):
+        if _waits(self._jobset) or deleting(self._jobset):
             return self._queued(apply)
         self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
         self._say_running()
-        if (hopeless := self._waits_in_vain()) is not None:
+        if (hopeless := self._waits_in_vain(self._jobset)) is not None:
             return self._requeued(apply, hopeless)
         more, less = self._surplus()
         return self._result(apply=apply + more, delete=[*less, *self._leaving(), *self._anew()], token=True)
@@ -286,10 +313,11 @@ class _Reconciler:
             self._say_stopped(reasons.STOPPED, why)
         return self._result(apply=apply, delete=self._surplus_gone(), token=True)
 
-    def _waits_in_vain(self) -> Object | None:
+    def _waits_in_vain(self, jobset: Object) -> Object | None:
         """The trainer or coordinator that was disrupted and finds no node, if the rest of the job holds GPUs that
         others wait for. Without a queue or a gang scheduler the job would take them again at once."""
-        together = self._context.queueing() or self._context.settings.gang
+        # Kueue itself puts JobSets without a queue into the queue `default`, if there is one.
+        together = label(jobset, names.QUEUE_LABEL) or self._context.settings.gang
         if not together or not self._conditions.is_true("Disrupted") or _was_sent(self._seen.document):
             return None
         return next((pod for pod in self._stranded() if label(pod, names.GROUP_LABEL) not in self._rollouts()), None)
@@ -405,7 +433,7 @@ class _Reconciler:
                 return PlanRefused(blamed.reason, blamed.sentence)
             told = next(c for c in jobset["status"]["conditions"] if c["type"] == "Failed")
             return PlanRefused(reasons.JOBSET_FAILED, f"the JobSet failed: {told.get('message')}")
-        if self._context.job.spec.suspend or jobset["spec"].get("suspend") or deleting(jobset):
+        if self._context.job.spec.suspend or _waits(jobset) or deleting(jobset):
             return None
         return (self._too_many_restarts(cause) if cause else None) or self._too_long() or self._never_started(jobset)
 
@@ -532,13 +560,15 @@ class _Reconciler:
         return resized or pods_changed(jobset["metadata"].get("labels") or {}, spec)
 
     def _moved(self, jobset: Object) -> bool:
-        """Whether the user gave the job another queue or priority while it waits in a queue. A job that runs keeps its
-        place until it is suspended. A label that the user did not set may be Kueue's own: it puts every JobSet without
-        a queue into the namespace's queue `default`, if there is one."""
-        if not jobset["spec"].get("suspend") or _was_sent(self._seen.document):
+        """Whether the user gave the job another queue or priority while it waits in a queue, or its class has changed.
+        A job that runs keeps its place until it is suspended. A label that the user did not set may be Kueue's own: it
+        puts every JobSet without a queue into the namespace's queue `default`, if there is one."""
+        if not _waits(jobset) or _was_sent(self._seen.document):
             return False
-        wanted = self._context.queueing()
-        keys = (names.QUEUE_LABEL, names.PRIORITY_LABEL)
+        if isinstance(self._seen.job_class, PlanRefused):
+            return True
+        wanted = self._context.queueing() | class_labels(self._context)
+        keys = (names.QUEUE_LABEL, names.PRIORITY_LABEL, names.CLASS_HASH_LABEL)
         return any(key in wanted and label(jobset, key) != wanted[key] for key in keys)
 
     def _surplus(self) -> tuple[list[Object], list[Ref]]:
@@ -547,8 +577,10 @@ class _Reconciler:
         pod = progress.coordinator_pod(Children({(POD.kind, p["metadata"]["name"]): p for p in live(self._pods)}))
         if pod is None or pod.get("status", {}).get("phase") != "Running":
             return [], []
-        wanted = {j["metadata"]["name"]: j for j in surplus_jobs(self._context)}
         jobs = self._children.jobs(surplus=True)
+        if isinstance(self._seen.job_class, PlanRefused):
+            return [], []
+        wanted = {j["metadata"]["name"]: j for j in surplus_jobs(self._context)}
         there = {j["metadata"]["name"] for j in jobs}
         again = {name for j in jobs if (name := j["metadata"]["name"]) in wanted and self._starts_anew(j)}
         return [j for name, j in wanted.items() if name not in there], self._surplus_gone(keep=set(wanted) - again)

@@ -89,7 +89,7 @@ def in_pods(job: RLHFJob) -> Object:
     for group in spec["groups"]:
         group.pop("preemptible", None)
         group.get("gpu", {}).pop("claimTemplate", None)
-    for name in ("coordinator", "storage", "managedBy"):
+    for name in ("class", "coordinator", "storage", "managedBy"):
         spec.pop(name, None)
     if claim := spec.get("output", {}).pop("pvc", None):
         spec["output"]["path"] = output_path(claim)

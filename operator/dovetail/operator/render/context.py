@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.kube import names
+from dovetail.manifest.job_class import RLHFJobClass
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import KIND, Group, RLHFJob, Role
 from dovetail.operator.operator_settings import OperatorSettings
@@ -22,7 +23,7 @@ class RenderContext:
     """One job to render. `job` has its defaults filled in (`dovetail.manifest.resolve`), and `uid` is the RLHFJob's.
     `sizes` has the number of pods of each group in the JobSet that already runs, which cannot change. `room` has the
     number of pods of each GPU group for which nodes have GPUs now, if that is known. `images` has the image of each
-    group in the JobSet that already runs."""
+    group in the JobSet that already runs. `job_class` is the class that the job names, if it may be used."""
 
     job: RLHFJob
     uid: str
@@ -31,6 +32,7 @@ class RenderContext:
     sizes: Mapping[str, int] = field(default_factory=dict)
     room: Mapping[str, int] = field(default_factory=dict)
     images: Mapping[str, str] = field(default_factory=dict)
+    job_class: RLHFJobClass | None = None
 
     @property
     def name(self) -> str:
@@ -79,8 +81,11 @@ class RenderContext:
         return self.job.spec.failure_policy.start_timeout_seconds or self.settings.start_timeout_seconds or None
 
     def queueing(self) -> dict[str, str]:
-        """The labels of the RLHFJob that Kueue must see on the objects that it admits."""
-        return {key: value for key, value in self.job.metadata.labels.items() if key.startswith(names.KUEUE)}
+        """The labels of the RLHFJob that Kueue must see on the objects that it admits. Its class may give the
+        queue."""
+        queue = self.job_class.spec.queue if self.job_class else None
+        given = {names.QUEUE_LABEL: queue} if queue else {}
+        return given | {key: value for key, value in self.job.metadata.labels.items() if key.startswith(names.KUEUE)}
 
 
 def digest(document: Any) -> str:

@@ -43,7 +43,18 @@ def pods_labels(spec: RLHFJobSpec) -> dict[str, str]:
 
 def pods_changed(labels: Mapping[str, str], spec: RLHFJobSpec) -> bool:
     """Whether the JobSet with these labels was made from other pod parts of the manifest."""
-    return any(labels.get(name, wanted) != wanted for name, wanted in pods_labels(spec).items())
+    return labels.get(names.CLASS_LABEL) != spec.job_class or any(
+        labels.get(name, wanted) != wanted for name, wanted in pods_labels(spec).items()
+    )
+
+
+def class_labels(context: RenderContext) -> dict[str, str]:
+    """The job's class as labels, with the hash of what it gives. Fields that a later release adds leave the hash as it
+    is where they are not used."""
+    if (given := context.job_class) is None:
+        return {}
+    gives = given.spec.model_dump(mode="json", by_alias=True, exclude={"allowed", "namespaces"}, exclude_defaults=True)
+    return {names.CLASS_LABEL: given.name, names.CLASS_HASH_LABEL: digest(gives)[:16]}
 
 
 def jobset(context: RenderContext) -> Object:
@@ -58,7 +69,7 @@ def jobset(context: RenderContext) -> Object:
         jobs.append((group.name, copies, job_spec(group_pod(context, group), count // copies)))
     gang.join(context, [(name, copies * int(spec["completions"]), spec["template"]) for name, copies, spec in jobs])
     metadata = context.metadata(context.name, "jobset")
-    metadata["labels"] |= context.queueing() | pods_labels(context.job.spec)
+    metadata["labels"] |= context.queueing() | pods_labels(context.job.spec) | class_labels(context)
     gang.mark(context, metadata)
     if workload := names.sent_workload(context.job):
         metadata["annotations"] = {**metadata.get("annotations", {}), names.WORKLOAD_LABEL: workload}

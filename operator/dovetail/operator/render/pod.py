@@ -30,7 +30,7 @@ def coordinator_pod(context: RenderContext) -> Object:
     """The pod template of the coordinator. It alone reads data and reward functions, and has the hub's token."""
     port = env.COORDINATOR_PORT
     spec = context.job.spec
-    container = _container(context, spec.coordinator.image or context.settings.coordinator_image, COORDINATOR_MODULE)
+    container = _container(context, image(context, None), COORDINATOR_MODULE)
     container["env"] += [_value(env.NAME, COORDINATOR), _value(env.PORT, port)]
     if (secret := spec.hub.token_secret) is not None:
         reference = {"name": secret.name, "key": secret.key}
@@ -54,7 +54,7 @@ def coordinator_pod(context: RenderContext) -> Object:
         "livenessProbe": _probe("/healthz", port, period=15, failures=8),
         "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}},
     }
-    return _template(context, COORDINATOR, container, patch=spec.coordinator.pod_template, extra={"volumes": volumes})
+    return _template(context, None, container, patch=spec.coordinator.pod_template, extra={"volumes": volumes})
 
 
 def group_pod(context: RenderContext, group: Group, index: int | None = None) -> Object:
@@ -91,7 +91,7 @@ def group_pod(context: RenderContext, group: Group, index: int | None = None) ->
             container["readinessProbe"] = _probe("/metrics", first, period=5, failures=3)
     # Without a request of CPU and memory a pod gets only what is left, and is evicted first, whatever its GPUs cost.
     container["resources"] = {"requests": {"cpu": f"{500 * max(1, group.gpu.per_pod)}m"}}
-    if memory_limit(merge(context.settings.pod_template, group.pod_template)) is None:
+    if memory_limit(_patched({}, context, group, group.pod_template)) is None:
         container["resources"]["requests"]["memory"] = memory_request(context.plan, group)
     extra: Object = {}
     if not group.on_cpu:
@@ -113,7 +113,7 @@ def group_pod(context: RenderContext, group: Group, index: int | None = None) ->
         extra |= {"affinity": spot.AFFINITY, "terminationGracePeriodSeconds": spot.GRACE_SECONDS}
     container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
     extra["volumes"] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    template = _template(context, "-".join(group.roles), container, patch=group.pod_template, extra=extra)
+    template = _template(context, group, container, patch=group.pod_template, extra=extra)
     template["metadata"]["labels"][names.GROUP_LABEL] = group.name
     return template
 
@@ -123,11 +123,15 @@ def comes_and_goes(group: Group) -> bool:
     return group.preemptible and Role.TRAINER not in group.roles
 
 
-def image(context: RenderContext, group: Group) -> str:
-    """The image of the group. If pods run, it is theirs, because all pods of a job have one version. Otherwise it is
-    the manifest's image, or else the operator's default. The rollout image can train, too."""
-    default = context.settings.rollout_image if Role.ROLLOUT in group.roles else context.settings.trainer_image
-    return context.images.get(group.name) or group.image or default
+def image(context: RenderContext, group: Group | None) -> str:
+    """The image of the group, or of the coordinator. If pods of a group run, it is theirs, because all pods of a job
+    have one version. Otherwise it is the manifest's image, or else the class's, or else the operator's default. The
+    rollout image can train, too."""
+    settings, given = context.settings, context.job_class.image(group) if context.job_class else None
+    if group is None:
+        return context.job.spec.coordinator.image or given or settings.coordinator_image
+    default = settings.rollout_image if Role.ROLLOUT in group.roles else settings.trainer_image
+    return context.images.get(group.name) or group.image or given or default
 
 
 def claims(spec: RLHFJobSpec) -> list[str]:
@@ -215,9 +219,9 @@ def _container(context: RenderContext, image: str, module: str) -> Object:
 
 
 def _template(
-    context: RenderContext, component: str, container: Object, patch: dict[str, Any], extra: Object | None = None
+    context: RenderContext, group: Group | None, container: Object, patch: dict[str, Any], extra: Object
 ) -> Object:
-    more = dict(extra or {})
+    more, component = dict(extra), COORDINATOR if group is None else "-".join(group.roles)
     volumes = [
         {"name": "files", "persistentVolumeClaim": {"claimName": claim_name(context)}},
         {"name": "plan", "configMap": {"name": names.plan_config_map(context.name)}},
@@ -246,8 +250,14 @@ def _template(
     }
     if context.settings.pull_secrets:
         template["spec"]["imagePullSecrets"] = [{"name": name} for name in context.settings.pull_secrets]
-    merged = merge(merge(template, context.settings.pod_template), patch)
+    merged = _patched(template, context, group, patch)
     return {**merged, "spec": share_claims(_own_words(merged["spec"], container["command"]))}
+
+
+def _patched(template: Object, context: RenderContext, group: Group | None, patch: dict[str, Any]) -> Object:
+    """The template with the parts of the administrator's settings, of the job, and of its class. Later ones win."""
+    template = merge(merge(template, context.settings.pod_template), patch)
+    return template if context.job_class is None else context.job_class.patched(template, group)
 
 
 def _own_words(spec: Object, command: list[str]) -> Object:

@@ -1,23 +1,29 @@
-"""Makes the CustomResourceDefinition from the pydantic types and the rules. It has a structural schema, defaults, CEL
-rules and columns."""
+"""Makes the CustomResourceDefinitions from the pydantic types and the rules. They have a structural schema, defaults,
+CEL rules and columns."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 from pydantic import BaseModel
 
 from dovetail.manifest.base import NAME_PATTERN
+from dovetail.manifest.checks.cel import CelRule
 from dovetail.manifest.checks.immutable import TRANSITION_RULES
 from dovetail.manifest.checks.name_rules import NAME_RULES
 from dovetail.manifest.checks.rules import CEL_RULES
+from dovetail.manifest.checks.rules.pod_rules import POD_RULES
+from dovetail.manifest.job_class import CLASS_KIND, RLHFJobClassSpec
 from dovetail.manifest.merge import DIRECTIVE
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.type_descriptions import model_in
 from dovetail.manifest.types import KIND, RLHFJobSpec
 
-GROUP, VERSION, PLURAL, SINGULAR = "dovetail.dev", "v1alpha1", "rlhfjobs", "rlhfjob"
+GROUP, VERSION, PLURAL = "dovetail.dev", "v1alpha1", "rlhfjobs"
+CLASS_PLURAL = "rlhfjobclasses"
 
 # These bound what the types leave open, so that the cost of CEL rules is bounded.
 MAX_STRING, MAX_ITEMS, MAX_PROPERTIES = 1024, 64, 256
@@ -37,56 +43,75 @@ _COLUMNS = (
     ("Reason", "string", '.status.conditions[?(@.type=="Failed")].reason', "Why the job failed", 1),
     ("Waits for", "string", '.status.conditions[?(@.type=="Running")].message', "How many pods are ready, and why", 1),
     ("Suspended", "boolean", ".spec.suspend", "Whether the job may run", 1),
+    ("Class", "string", ".spec.class", "The RLHFJobClass that the job names", 1),
     ("Age", "date", ".metadata.creationTimestamp", "Since the job was created", 0),
+)
+_CLASS_COLUMNS = (
+    ("Namespaces", "string", ".spec.namespaces", "Whose jobs may name the class; empty: all", 0),
+    ("Queue", "string", ".spec.queue", "The LocalQueue of jobs that name none", 0),
+    ("Age", "date", ".metadata.creationTimestamp", "Since the class was created", 0),
 )
 
 
 def crd() -> Schema:
-    """The manifest of the CustomResourceDefinition, as plain data."""
-    root: Schema = {
+    """The CustomResourceDefinition of RLHFJobs, as plain data."""
+    root = _root("An RLHF training job: SFT, reward model and PPO from one manifest.", RLHFJobSpec)
+    root["properties"]["status"] = object_schema(RLHFJobStatus)
+    _add(root, ("spec.groups[]", "spec.coordinator"), (*NAME_RULES, *CEL_RULES, *TRANSITION_RULES))
+    names = {"kind": KIND, "plural": PLURAL, "shortNames": ["rlhf"], "categories": ["all", "dovetail"]}
+    more = {
+        "subresources": {"status": {}},
+        "selectableFields": [{"jsonPath": ".spec.suspend"}, {"jsonPath": ".status.stage"}],
+        "additionalPrinterColumns": [_column(*column) for column in _COLUMNS],
+    }
+    return _definition("Namespaced", names, more, root)
+
+
+def class_crd() -> Schema:
+    """The CustomResourceDefinition of RLHFJobClasses, as plain data."""
+    root = _root("What an administrator gives to the pods of some RLHFJobs, and what these may name.", RLHFJobClassSpec)
+    places = ("spec", "spec.coordinator", "spec.trainer", "spec.rollout")
+    _add(root, places, [each for rule in POD_RULES for each in replace(rule, at=places).cel_rules()])
+    names = {"kind": CLASS_KIND, "plural": CLASS_PLURAL, "categories": ["dovetail"]}
+    columns = [_column(*column) for column in _CLASS_COLUMNS]
+    return _definition("Cluster", names, {"additionalPrinterColumns": columns}, root)
+
+
+def _root(description: str, spec: type[BaseModel]) -> Schema:
+    name = {"type": "string", "maxLength": 63, "pattern": NAME_PATTERN}
+    return {
         "type": "object",
-        "description": "An RLHF training job: SFT, reward model and PPO from one manifest.",
+        "description": description,
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
-            "metadata": {
-                "type": "object",
-                "properties": {"name": {"type": "string", "maxLength": 63, "pattern": NAME_PATTERN}},
-            },
-            "spec": object_schema(RLHFJobSpec),
-            "status": object_schema(RLHFJobStatus),
+            "metadata": {"type": "object", "properties": {"name": name}},
+            "spec": object_schema(spec),
         },
     }
-    for place in ("spec.groups[]", "spec.coordinator"):
+
+
+def _add(root: Schema, templates: tuple[str, ...], rules: Iterable[CelRule]) -> None:
+    """Add what the API server must know of the podTemplates at these places, and the rules."""
+    for place in templates:
         _at(root, place)["properties"]["podTemplate"] |= _pod_template()
-    for rule in (*NAME_RULES, *CEL_RULES, *TRANSITION_RULES):
+    for rule in rules:
         _at(root, rule.path).setdefault("x-kubernetes-validations", []).append(rule.schema())
+
+
+def _definition(scope: str, names: Schema, more: Schema, root: Schema) -> Schema:
+    kind = names["kind"]
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "metadata": {"name": f"{names['plural']}.{GROUP}"},
         "spec": {
             "group": GROUP,
-            "scope": "Namespaced",
-            "names": {
-                "kind": KIND,
-                "listKind": f"{KIND}List",
-                "plural": PLURAL,
-                "singular": SINGULAR,
-                "shortNames": ["rlhf"],
-                "categories": ["all", "dovetail"],
-            },
+            "scope": scope,
+            "names": {**names, "listKind": f"{kind}List", "singular": kind.lower()},
             "versions": [
-                {
-                    "name": VERSION,
-                    "served": True,
-                    "storage": True,
-                    "subresources": {"status": {}},
-                    "selectableFields": [{"jsonPath": ".spec.suspend"}, {"jsonPath": ".status.stage"}],
-                    "additionalPrinterColumns": [_column(*column) for column in _COLUMNS],
-                    "schema": {"openAPIV3Schema": root},
-                }
+                {"name": VERSION, "served": True, "storage": True, **more, "schema": {"openAPIV3Schema": root}}
             ],
         },
     }

@@ -8,6 +8,7 @@ from pydantic.fields import FieldInfo
 from dovetail.manifest.checks.rules import RULES
 from dovetail.manifest.describe.explain import alias, default_of, summary
 from dovetail.manifest.field_policy import OnCluster, parts
+from dovetail.manifest.job_class import CLASS_KIND, RLHFJobClass
 from dovetail.manifest.type_descriptions import expected, fields_below, model_in, options, short_type
 from dovetail.manifest.types import API_VERSION, KIND, RLHFJob, RLHFJobSpec
 
@@ -15,7 +16,6 @@ from dovetail.manifest.types import API_VERSION, KIND, RLHFJob, RLHFJobSpec
 def reference() -> str:
     """The page as Markdown. It has one section per object, in the order in which a manifest names them. Then come the
     rules and the fields that are not executed."""
-    models = _models()
     lines = [
         f"# {KIND} reference",
         "",
@@ -24,6 +24,8 @@ def reference() -> str:
         "The [glossary](glossary.md) explains the terms.",
         "",
     ]
+    models = _models(KIND, RLHFJob)
+    models |= {p: model for p, model in _models(CLASS_KIND, RLHFJobClass).items() if model not in models.values()}
     for path, model in models.items():
         lines += _section(path, model)
     lines += _rules()
@@ -80,17 +82,18 @@ def _without_effect() -> list[str]:
     return lines
 
 
-def _models() -> dict[str, type[BaseModel]]:
-    """Every object with the first path that reaches it. The spec comes first, breadth first, then the status."""
-    found: dict[str, type[BaseModel]] = {KIND: RLHFJob}
-    queue = [(KIND, RLHFJob)]
+def _models(kind: str, root: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Every object of a kind, with the first path that reaches it. The spec comes first, breadth first, then the
+    status."""
+    found = {kind: root}
+    queue = [(kind, root)]
     while queue:
         path, model = queue.pop(0)
         for name, field in model.model_fields.items():
             inner = model_in(field.annotation)
             if inner is not None and inner not in found.values():
                 found[f"{path}.{alias(name, field)}"] = inner
-                queue.append((f"{path}.{alias(name, field)}", inner))  # type: ignore[arg-type]
+                queue.append((f"{path}.{alias(name, field)}", inner))
     return found
 
 
