@@ -566,6 +566,19 @@ def test_a_function_that_names_its_arguments_gets_no_fields_of_evaluations(folde
     rehearsed(folder, "named", folder / "run", evaluation=exam)
 
 
+def test_a_function_of_episodes_gets_them_one_by_one(folder: Path) -> None:
+    """A prompt's episodes may be discarded, so a function that waits for all of them would wait for ever."""
+    code = "def of_episode(prompts, responses, messages, earned, ending, **_):\n    assert messages[0][-1]['content']\n"
+    code += "    return [float(x) for x in earned]\n"
+    (folder / "mine.py").write_text(code)
+    (folder / "mine.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    sessions = {"environment": {"function": "m:C"}}
+    with pytest.raises(RewardError, match=r'some of its episodes may be discarded; write of_episode.needs = "Sample"'):
+        rehearsed(folder, "of_episode", folder / "run", sessions=sessions)
+    (folder / "mine.py").write_text(code + "of_episode.needs = 'Sample'\n")
+    rehearsed(folder, "of_episode", folder / "run", sessions=sessions)
+
+
 def test_a_rehearsal_is_on_two_of_the_job_s_prompts_and_once_a_run(tmp_path: Path) -> None:
     calls: list[tuple[list[str], list[str]]] = []
 

@@ -198,6 +198,11 @@ async def rehearse(calls: Calls, prepared: Prepared) -> None:
     known = [d.response for d in demonstrations.batch(1, 2 * PROMPTS)] if demonstrations is not None else RESPONSES
     responses, names = cycle(known), field_names(everyone)
     for number, function in enumerate(functions):
+        if prepared.spec.sessions is not None and function.needs == "Group":
+            raise RewardError(
+                f"{function.what} {function.title} ({function.where}) is called with all samples of a prompt, but some "
+                f'of its episodes may be discarded; write {function.title}.needs = "Sample" below it'
+            )
         for record in records:
             size = count if function.needs == "Group" else 1
             given = list(islice(responses, size))
