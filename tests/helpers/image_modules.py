@@ -39,7 +39,11 @@ IMAGES = (
     Image(
         "operator",
         ("dovetail.operator.main", "dovetail.statusapi", COORDINATOR_MODULE),
-        ("dovetail.statusapi.__main__", "dovetail.coordinator.rewards.worker"),
+        (
+            "dovetail.statusapi.__main__",
+            "dovetail.coordinator.rewards.worker",
+            "dovetail.coordinator.sessions.environment_worker",
+        ),
     ),
     Image("trainer", (POD_MODULE, TRAINER_MODULE)),
     Image(

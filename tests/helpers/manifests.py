@@ -520,6 +520,14 @@ RULES = [
     *(
         ({"sessions": {"environment": {"function": "a:B"}}, "models.reward": {"function": "a:b"}, **fields}, sentence)
         for fields, sentence in (
+            (
+                {"sessions": {"environment": {}}},
+                "spec.sessions.environment names nothing; give exactly one of function, url.",
+            ),
+            (
+                {"sessions": {"environment": {"function": "a:B", "url": "http://a"}}},
+                "spec.sessions.environment has function and url; give exactly one of function, url.",
+            ),
             ({"stages": ["sft"]}, "spec.sessions has no effect without ppo in spec.stages; remove it."),
             ({"models.reward": {}}, "spec.sessions plays episodes, which no reward model scores; name a function in"),
             ({"generation.stop": ["!"]}, "spec.generation.stop would end turns without the token that the chat"),

@@ -422,12 +422,23 @@ class PPO(Model):
 
 
 class SessionEnvironment(Model):
-    """What an episode is played with."""
+    """What an episode is played with: exactly one of function and url."""
 
-    function: Callable_ = Field(
+    function: Callable_ | None = Field(
+        default=None,
         description="module:Class. Its method reset begins an episode with the fields of a prompt's record. Its other "
         "public methods are the tools, and get_reward, if it has one, says what the episode earned. It is imported "
         "from models.reward.importPath.",
+    )
+    url: Annotated[str, Field(min_length=1, max_length=2048, pattern=r"^https?://\S+$")] | None = Field(
+        default=None,
+        description="Where a server has the environments, such as http://games:8000 (environments.md).",
+    )
+    workers: Annotated[int, WHEN_RESUMED] = Field(
+        default=2, ge=1, le=256, description="Largest number of processes in which a function's environments live."
+    )
+    timeout_seconds: Annotated[PositiveFloat, WHEN_RESUMED] = Field(
+        default=120.0, description="Time limit of one call. A process that exceeds it is replaced."
     )
 
 
@@ -451,6 +462,11 @@ class Sessions(Model):
         description="What becomes of an episode that the model failed: it called tools in its last turn too, wrote a "
         "call that cannot be read, or reached a limit of tokens. Zero: it earned 0. Discard: it is not trained. "
         "An episode that the environment failed is never trained.",
+    )
+    sandbox: Annotated[Literal["Bubblewrap", "None"], WHEN_RESUMED] = Field(
+        default="Bubblewrap",
+        description="What is around the environment's processes. Bubblewrap: no network, no files but the system's, "
+        "Python's and those beside the class, and limits; bwrap must be installed. None: they may do what the job may.",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import pytest
 from dovetail.coordinator.data.text.chat_template import chat_format
 from dovetail.coordinator.sessions.answer_reader import AnswerReader
 from dovetail.coordinator.sessions.bridge import Bridge
-from dovetail.coordinator.sessions.effects import Failed, ToolCall, observe
+from dovetail.coordinator.sessions.effects import Failed, NotMade, ToolCall, observe
 from dovetail.coordinator.sessions.play import Ending, Played, Player, SampledTurn
-from dovetail.coordinator.sessions.python_environment import EnvironmentClass
+from dovetail.coordinator.sessions.python_environment import EnvironmentClass, PythonEpisode
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.store.tool_calls import CallKey
@@ -59,6 +60,31 @@ class Crash(BaseException):
     """The coordinator dies."""
 
 
+class Here:
+    """An environment in this process, which is new in each life."""
+
+    def __init__(self, begun: PythonEpisode) -> None:
+        self.observation, self._begun = begun.observation, begun
+
+    async def make(self, call: ToolCall) -> str:
+        return await self._begun.make(call.name, call.arguments)
+
+    async def recall(self, call: ToolCall) -> str:
+        raise NotMade
+
+    async def restore(self, call: ToolCall, observation: str) -> None:
+        assert await self.make(call) == observation
+
+    async def reward(self) -> float | None:
+        return await self._begun.reward()
+
+    async def end(self) -> None: ...
+
+
+def begun(environment: EnvironmentClass, record: dict[str, Any]) -> Here:
+    return Here(asyncio.run(environment.begin(record)))
+
+
 def guess(number: object) -> str:
     return f'<tool_call>\n{{"name": "guess", "arguments": {{"number": {json.dumps(number)}}}}}\n</tool_call><|im_end|>'
 
@@ -91,9 +117,8 @@ class Coordinator:
                 raise Crash
             return found
 
-        begun = ENVIRONMENT.begin({"secret": secret})
         try:
-            return asyncio.run(player.play(SAMPLE, 0, ASKED, begun, draw))
+            return asyncio.run(player.play(SAMPLE, 0, ASKED, begun(ENVIRONMENT, {"secret": secret}), draw))
         finally:
             store.close()
 
@@ -189,10 +214,13 @@ def test_what_the_model_does_wrong_is_its_own(
 
 
 def test_what_the_environment_does_wrong_is_not_the_models(tmp_path: Path) -> None:
-    with pytest.raises(Failed, match=r"^tests:Guess.guess raised RuntimeError: the dice fell off the table$"):
+    with pytest.raises(
+        Failed,
+        match=r"^tests:Guess.guess raised RuntimeError: the dice fell off the table at .*test_play.py:\d+ in guess$",
+    ):
         Coordinator(tmp_path, [guess(7)]).live(secret=0)
     with pytest.raises(Failed, match=r"^tests:Guess.reset raised TypeError: .*'secret'"):
-        ENVIRONMENT.begin({})
+        begun(ENVIRONMENT, {})
 
 
 class Halves:
@@ -215,12 +243,12 @@ class Halves:
 def test_a_text_that_cannot_be_stored_is_the_environments_failure(tmp_path: Path) -> None:
     halves = EnvironmentClass(Halves, "m:C")
     with pytest.raises(Failed, match=r"^m:C.reset answered with half of a character .* decode bytes with"):
-        halves.begin({"begins": True})
+        begun(halves, {"begins": True})
     store = Store(tmp_path)
     for n, raises in enumerate((True, False)):
         call = ToolCall(CallKey(*SAMPLE, 0, 0, n), "listing", {"raises": raises})
         with pytest.raises(Failed, match=r"^m:C.listing answered with half of a character"):
-            asyncio.run(observe(store.tool_calls, call, halves.begin({"begins": False}), False))
+            asyncio.run(observe(store.tool_calls, call, begun(halves, {"begins": False}), False))
     store.close()
 
 
@@ -271,9 +299,33 @@ class Bag(NoTool):
     ],
 )
 def test_arguments_have_the_types_of_the_method(arguments: dict[str, Any], told: str) -> None:
-    begun = EnvironmentClass(Bag, "m:C").begin({})
     call = ToolCall(CallKey(*SAMPLE, 0, 0, 0), "put", arguments)
-    assert asyncio.run(begun.make(call)).startswith(told)
+    assert asyncio.run(begun(EnvironmentClass(Bag, "m:C"), {}).make(call)).startswith(told)
+
+
+class Chatty(NoTool):
+    def talk(self, characters: int) -> str:
+        """Talk.
+
+        Args:
+            characters: How much.
+        """
+        return "a" * characters
+
+    async def leave(self) -> str:
+        """Leave."""
+        sys.exit(3)
+
+
+def test_an_answer_that_no_prompt_can_have_and_an_exit_are_failures() -> None:
+    episode = begun(EnvironmentClass(Chatty, "m:C"), {})
+    assert asyncio.run(episode.make(ToolCall(CallKey(*SAMPLE, 0, 0, 0), "talk", {"characters": 3}))) == "aaa"
+    for name, arguments, says in (
+        ("talk", {"characters": 1_000_001}, r"^m:C.talk answered with 1,000,001 characters; return 1,000,000 at most$"),
+        ("leave", {}, r"^m:C.leave raised SystemExit: 3 at .*test_play.py:\d+ in leave$"),
+    ):
+        with pytest.raises(Failed, match=says):
+            asyncio.run(episode.make(ToolCall(CallKey(*SAMPLE, 0, 0, 0), name, arguments)))
 
 
 class NoNumber(NoTool):
@@ -297,11 +349,11 @@ class NoNumber(NoTool):
 )
 def test_a_class_that_is_no_environment_is_named(made: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        EnvironmentClass(made, "m:C")
+        assert EnvironmentClass(made, "m:C").tools
 
 
 def test_a_reward_is_a_number() -> None:
-    begun = EnvironmentClass(NoNumber, "m:C").begin({})
-    assert begun.observation == ""
+    episode = begun(EnvironmentClass(NoNumber, "m:C"), {})
+    assert episode.observation == ""
     with pytest.raises(Failed, match="get_reward returned nan, which is no finite number"):
-        asyncio.run(begun.reward())
+        asyncio.run(episode.reward())

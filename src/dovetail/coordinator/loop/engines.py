@@ -39,7 +39,7 @@ from dovetail.coordinator.reporting.run_records import RunRecords
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
 from dovetail.coordinator.reporting.trackers.tracker_processes import TrackerProcesses
 from dovetail.coordinator.reporting.wait_chain import STALLED, Peer, PhaseClock, WaitingRun, wait_chain
-from dovetail.coordinator.rewards.calls import Calls, rehearse
+from dovetail.coordinator.rewards.calls import Calls, RewardError, rehearse
 from dovetail.coordinator.rewards.live import LiveFunction, RewardCallable
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.samples.device_sharing import Devices
@@ -51,7 +51,9 @@ from dovetail.coordinator.samples.scorers import Scorers
 from dovetail.coordinator.samples.session_drawing import Episodes
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
-from dovetail.coordinator.sessions.python_environment import PythonEnvironment
+from dovetail.coordinator.sessions.environment_workers import EnvironmentWorkers
+from dovetail.coordinator.sessions.http_environment import HttpEnvironment
+from dovetail.coordinator.sessions.play import Environment
 from dovetail.coordinator.store.delivery import OutputError, check, deliver, deliver_history
 from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.manifest_changes import adopt, reshard
@@ -125,6 +127,7 @@ class Engines:
         self._trackers = TrackerProcesses(spec, settings.run_dir, self.run_id, log)
         self._batches = Batches(None, self.records.batches, store)
         self._rewards = self._reward_calls()
+        self._environment = self._environments()
         self._metrics = EvaluationMetrics(spec, settings.base_dir, log)
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
@@ -210,9 +213,8 @@ class Engines:
         self._generator = Generator(job, self.fleet, self._weights, settings.token, self._score.texts.decode)
         drawn: Generator | Episodes = self._generator
         if spec.sessions is not None:
-            folder = spec.models.reward.import_path or str(settings.base_dir)
-            environment = PythonEnvironment(spec.sessions.environment.function, folder)
-            drawn = Episodes(job, spec.sessions, prepared, environment, self._generator)
+            assert self._environment is not None
+            drawn = Episodes(job, spec.sessions, prepared, self._environment, self._generator)
         maker = ExperienceMaker(job, prepared, self._weights, drawn, self._score, self._devices)
         self._evaluation = Evaluator(spec, prepared.evaluation_prompts, self._metrics, maker.answer, records)
         self._supervised = SupervisedStages(job, self.session, self._batches, prepared.total_steps)
@@ -236,6 +238,8 @@ class Engines:
             await self._generator.close()
         if self._rewards is not None:
             await self._rewards.close()
+        if self._environment is not None:
+            await self._environment.close()
         await self._metrics.close()
         if self._session is not None:
             await self._session.close()
@@ -403,6 +407,16 @@ class Engines:
         )
         return Calls(caller, self.spec.failure_policy.reward_retries, self.log)
 
+    def _environments(self) -> Environment | None:
+        """The environments of the job's episodes. None if it has none."""
+        if self.spec.sessions is None:
+            return None
+        environment = self.spec.sessions.environment
+        if environment.url is not None:
+            return HttpEnvironment(environment.url, self.run_id, environment.timeout_seconds)
+        folder = Path(self.spec.models.reward.import_path or self.settings.base_dir)
+        return EnvironmentWorkers.of(self.spec.sessions, folder, [self.settings.run_dir], self._function_read)
+
     def _function_read(self, name: str, file: str, digest: str) -> None:
         """Record that a process has imported a reward function. Its file may have changed since another one did."""
         known = self.records.store.get("rewards/code") or {}
@@ -416,6 +430,11 @@ class Engines:
         anything is trained. A run does this once. Raises RewardError and DataError."""
         if Stage.PPO not in self.spec.stages or self.records.store.get("rewards/checked"):
             return
+        if self._environment is not None:
+            try:
+                await self._environment.open()
+            except ValueError as error:
+                raise RewardError(str(error)) from error
         if self._rewards is not None:
             self.records.progress.update(message="trying the reward functions")
             await rehearse(self._rewards, self.prepared)

@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from dovetail.coordinator.rewards.calls import Call, CallFailed, Function, RewardAnswer, RewardError
-from dovetail.coordinator.rewards.values import FRAMES, WrongRewards, checked, describe, raised
+from dovetail.coordinator.rewards.values import WrongRewards, checked, describe
+from dovetail.coordinator.user_code.user_requests import FRAMES, raised
 
 RewardCallable = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
 

@@ -4,18 +4,13 @@ library, because workers import it first."""
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import math
-import os
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-FRAMES = 3
-MESSAGE_CHARACTERS = 500
+from dovetail.coordinator.user_code.user_requests import digest, one_line
 
 
 class WrongRewards(ValueError):
@@ -97,12 +92,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def one_line(text: str) -> str:
-    """The text without line breaks. A long text is cut."""
-    flat = " ".join(text.split())
-    return flat if len(flat) <= MESSAGE_CHARACTERS else f"{flat[: MESSAGE_CHARACTERS - 3]}..."
-
-
 def describe(function: Callable[..., Any]) -> dict[str, Any]:
     """The `file` and `line` of a function, the `digest` of the file (SHA-256), the value of its attribute `needs`, and
     whether it has a parameter `raw`. `digest` is None if the file cannot be read, and `needs` is None without the
@@ -120,7 +109,7 @@ def describe(function: Callable[..., Any]) -> dict[str, Any]:
     return {
         "file": None if code is None else code.co_filename,
         "line": None if code is None else code.co_firstlineno,
-        "digest": None if code is None else _digest(code.co_filename),
+        "digest": None if code is None else digest(code.co_filename),
         "needs": needs,
         "raw": _takes_raw(function),
     }
@@ -132,28 +121,3 @@ def _takes_raw(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # a function in C
         return False
     return found is not None and found.kind in (found.POSITIONAL_OR_KEYWORD, found.KEYWORD_ONLY)
-
-
-def _digest(file: str) -> str | None:
-    try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except OSError:
-        return None
-
-
-def raised(error: BaseException, own: Iterable[str]) -> dict[str, Any]:
-    """An exception as JSON. It says `what` it was, its last `frames`, and whether it came from `outside` (a connection
-    or a file). The frames before the user's own code, in the files of `own` and in asyncio, are left out."""
-    own = set(own)
-    found = traceback.extract_tb(error.__traceback__)
-    first = next((i for i, f in enumerate(found) if f.filename not in own and not _asyncio(f.filename)), len(found))
-    frames = [f"{f.filename}:{f.lineno} in {f.name}" for f in found[first:]]
-    if isinstance(error, SyntaxError) and error.filename:
-        frames = [f"{error.filename}:{error.lineno}"]
-    text = one_line(str(error))
-    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return {"what": what, "frames": frames[-FRAMES:], "outside": isinstance(error, OSError)}
-
-
-def _asyncio(file: str) -> bool:
-    return os.path.basename(os.path.dirname(file)) == "asyncio"

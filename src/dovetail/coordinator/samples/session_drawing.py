@@ -84,8 +84,10 @@ class Episodes:
         try:
             await self._environment.open()
             reader = AnswerReader.of(prepared.tokenizer, prepared.chat)
-        except (ValueError, Unreadable) as error:
+        except Unreadable as error:
             raise GenerationError(f"spec.sessions: {error}") from error
+        except ValueError as error:
+            raise GenerationError(str(error)) from error
         self._player = Player(
             Bridge(prepared.chat, prepared.tokenizer),
             reader,

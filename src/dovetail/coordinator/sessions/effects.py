@@ -30,6 +30,23 @@ class Failed(Exception):
     """The environment failed, and not the model. The message is one sentence."""
 
 
+# Characters. An answer becomes a part of the prompt.
+LONGEST_ANSWER = 1_000_000
+
+
+def storable(what: str, text: str) -> str:
+    """The text that `what` answered. Raises Failed if it cannot be stored."""
+    if len(text) > LONGEST_ANSWER:
+        raise Failed(f"{what} answered with {len(text):,} characters; return {LONGEST_ANSWER:,} at most")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Failed(
+            f"{what} answered with half of a character (a lone surrogate); decode bytes with errors='replace'"
+        ) from error
+    return text
+
+
 class ToolEnvironment(Protocol):
     """What makes calls. Its methods raise Failed."""
 

@@ -12,7 +12,7 @@ from dovetail.manifest.checks.batching import (
     micro_batch_tokens,
     pinned_layouts,
 )
-from dovetail.manifest.checks.rules.rule import CALLS, Rule, Value, ppo_rule, spec_rule
+from dovetail.manifest.checks.rules.rule import CALLS, Rule, Value, one_of, ppo_rule, spec_rule
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.training_types import Optimizer
 from dovetail.manifest.types import RLHFJobSpec, Stage
@@ -292,6 +292,7 @@ def _session(holds: str, sentence: str) -> Rule:
 
 
 SESSION_RULES = (
+    *one_of(("spec.sessions.environment",), "function", "url"),
     _session("'ppo' in self.stages", "spec.sessions has no effect without ppo in spec.stages; remove it."),
     _session(
         CALLS,

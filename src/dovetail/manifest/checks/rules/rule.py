@@ -176,7 +176,8 @@ def listed(flags: Mapping[str, str], separator: str) -> tuple[str, ...]:
 
 
 def one_of(at: tuple[str, ...], *names: str) -> tuple[Rule, Rule]:
-    flags = {name: f"has(self.{name})" for name in names}
+    # CEL reserves the word function.
+    flags = {name: f"has(self.{'__function__' if name == 'function' else name})" for name in names}
     flag_list, known = f"[{', '.join(flags.values())}]", ", ".join(names)
     return (
         Rule(at, f"{flag_list}.exists(x, x)", f"{{path}} names nothing; give exactly one of {known}."),
