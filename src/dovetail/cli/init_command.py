@@ -6,7 +6,7 @@ import os
 import shlex
 from keyword import iskeyword
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import click
 
@@ -16,15 +16,22 @@ from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.process.extras import require
 from dovetail.tools.one_line import OneLine, kubernetes_name
 from dovetail.tools.starter import (
+    GAME,
     READ,
     Method,
+    agent_job,
+    agent_prompts,
     answer_field,
     commented,
     examples,
     first_job,
     rewards,
+    save_tools_tokenizer,
     what_it_does,
 )
+
+# The reward function of jobs whose environment says what an episode earned.
+EARNED = "dovetail.coordinator.rewards.episode:earned"
 
 
 def job_name(folder: Path) -> str:
@@ -73,7 +80,7 @@ def first_record(method: Method, data: Path) -> tuple[list[str], bool]:
 
 
 @click.command("init")
-@click.argument("method", type=click.Choice(get_args(Method)))
+@click.argument("method", type=click.Choice([*get_args(Method), "agent"]))
 @click.argument("folder", metavar="[FOLDER]", default=".", type=click.Path(path_type=Path, file_okay=False))
 @click.option(
     "--model",
@@ -86,14 +93,21 @@ def first_record(method: Method, data: Path) -> tuple[list[str], bool]:
     help="Your own records, a .jsonl, .json, .csv or .parquet file or a folder of them: demonstrations for sft, "
     "preferences for ppo and dpo, prompts for grpo.  [default: five examples are written]",
 )
-def init(method: Method, folder: Path, model: str | None, data: Path | None) -> None:
+def init(method: Method | Literal["agent"], folder: Path, model: str | None, data: Path | None) -> None:
     """Write a first job into FOLDER: a commented job.yaml with what dovetail run --method means, five records of each
-    data set, and for grpo a reward function. No file is overwritten.
+    data set, and for grpo a reward function. For agent: GRPO with an environment, a class whose methods are the tools
+    of the model. No file is overwritten.
 
     \b
       dovetail init grpo sums
       cd sums && dovetail run job.yaml
     """
+    agent, given = method == "agent", method
+    method = "grpo" if method == "agent" else method
+    if agent and data is not None:
+        raise UsageError(
+            "dovetail init agent writes its own prompts, whose fields its environment gets; leave --data out"
+        )
     scratch = model is None
     is_folder = model is not None and Path(model).expanduser().is_dir()
     where = "tiny" if model is None else str(Path(model).expanduser().resolve()) if is_folder else model
@@ -102,19 +116,24 @@ def init(method: Method, folder: Path, model: str | None, data: Path | None) -> 
     kinds: tuple[DataKind, ...] = ("preferences",) if labelled else READ[method]
     sources = {kind: [own or f"{kind}.jsonl"] for kind in kinds}
     right = "words" if answer_field(fields) is None else "correct"
-    calls = [f"rewards:{right}", "rewards:short"] if method == "grpo" else []
+    calls = [EARNED] if agent else [f"rewards:{right}", "rewards:short"] if method == "grpo" else []
     line = OneLine(method, where, **sources, rewards=calls)
     local = frozenset(name for names in sources.values() for name in names) | (
         {where} if scratch or is_folder else set()
     )
     meant = manifest_of(line, local, folder.resolve(), cpu=scratch)
     manifest = first_job(meant, method, scratch=scratch, own=own is not None, labelled=labelled)
+    manifest = agent_job(manifest, scratch) if agent else manifest
     name = manifest["metadata"]["name"] = job_name(folder)
-    what = what_it_does(method, labelled)
+    what = what_it_does(given, labelled)
     files = {"job.yaml": commented(as_yaml(manifest), name, manifest["spec"]["stages"], what, scratch)}
-    files |= examples(method) if own is None else {}
-    files |= {"rewards.py": rewards(fields)} if method == "grpo" else {}
-    there = [name for name in files if os.path.lexists(folder / name)]
+    if agent:
+        files |= {"prompts.jsonl": agent_prompts(), "game.py": GAME}
+    else:
+        files |= examples(method) if own is None else {}
+        files |= {"rewards.py": rewards(fields)} if method == "grpo" else {}
+    tokenizer = ["tokenizer"] if agent and scratch else []
+    there = [name for name in [*files, *tokenizer] if os.path.lexists(folder / name)]
     if there:
         raise UsageError(f"{folder / there[0]} exists; name another folder, or delete the file")
     try:
@@ -122,8 +141,10 @@ def init(method: Method, folder: Path, model: str | None, data: Path | None) -> 
         for name, text in files.items():
             with (folder / name).open("x", encoding="utf-8") as file:
                 file.write(text)
+        for name in tokenizer:
+            save_tools_tokenizer(folder / name)
     except OSError as error:
         raise RunError(f"cannot write {error.filename}: {error.strerror}") from error
-    click.echo(f"Wrote {', '.join(str(folder / name) for name in files)}.")
+    click.echo(f"Wrote {', '.join(str(folder / name) for name in [*files, *tokenizer])}.")
     go = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
     click.echo(f"Next:  {go}dovetail validate job.yaml --deep && dovetail run job.yaml")

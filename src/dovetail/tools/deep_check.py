@@ -5,6 +5,7 @@ of a hub's model."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -18,12 +19,19 @@ from dovetail.coordinator.data.prepare import Prepared, given_tokenizer, model_s
 from dovetail.coordinator.data.records import equal_pairs
 from dovetail.coordinator.data.sources import with_system
 from dovetail.coordinator.data.text import tokenizer as tokenizers
-from dovetail.coordinator.data.text.chat_template import chat_format
+from dovetail.coordinator.data.text.chat_template import NotWritten, TemplateRefused, chat_format
 from dovetail.coordinator.data.text.tokenize import Encoder
 from dovetail.coordinator.reporting.sample_texts import printable
 from dovetail.coordinator.rewards.calls import Calls, RewardError, rehearse
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.samples.evaluation_metrics import EvaluationMetrics
+from dovetail.coordinator.sessions.answer_reader import AnswerReader, written_turn
+from dovetail.coordinator.sessions.bridge import Bridge
+from dovetail.coordinator.sessions.effects import EpisodeLost, Failed
+from dovetail.coordinator.sessions.environment_workers import job_environment
+from dovetail.coordinator.sessions.play import Ending, Player, SampledTurn
+from dovetail.coordinator.store.samples import Key
+from dovetail.coordinator.store.store import Store
 from dovetail.gpus.nvidia_driver import Device, driver_devices
 from dovetail.launch.processes import gpu_slots
 from dovetail.manifest.fixed_names import DataKind
@@ -87,6 +95,8 @@ def check_deeply(job: RLHFJob, plan: Plan, folder: Path, scratch: Path) -> Itera
         yield Finding("data", "problem", str(error))
         return
     if Stage.PPO in spec.stages:
+        if spec.sessions is not None:
+            yield asyncio.run(_episode(spec, prepared, folder, scratch))
         yield from _functions(spec, prepared, folder)
 
 
@@ -242,6 +252,66 @@ def _whole(prepared: Prepared, given: Any) -> Iterator[Finding]:
         held = sum(len(part.held_out) for part in listed.parts)
         shown = f"{prompt[-SHOWN:]!r}" + (f", then {learnt[:SHOWN]!r}" if learnt else "")
         yield Finding(kind, "ok", f"{len(listed):,} to train on, {held:,} held out; the first: {printable(shown)}")
+
+
+async def _episode(spec: RLHFJobSpec, prepared: Prepared, folder: Path, scratch: Path) -> Finding:
+    """Play an episode of the first prompt, in which the model calls the first tool once and then says a word. A server
+    is asked for its tools only, because its calls may have effects."""
+    environment = job_environment(spec, folder, scratch, "validate")
+    assert environment is not None
+    assert spec.sessions is not None
+    store = Store(scratch / "episode")
+    try:
+        await environment.open()
+        names = [tool["function"]["name"] for tool in environment.tools]
+        if spec.sessions.environment.url is not None:
+            return Finding("environment", "ok", f"{spec.sessions.environment.url} has the tools {', '.join(names)}")
+        reader = AnswerReader.of(prepared.tokenizer, prepared.chat)
+        bridge = Bridge(prepared.chat, prepared.tokenizer)
+        player = Player(bridge, reader, store.tool_calls, environment.tools, 2)
+        fields = dict(prepared.prompts(1)[0].fields)
+        asked = fields.pop("messages")
+        call = {"id": "call00000", "type": "function", "function": _plausible(environment.tools[0])}
+        said = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "assistant", "content": "Done"}]
+
+        async def scripted(turn: int, prompt: Sequence[int]) -> SampledTurn:
+            text = written_turn(prepared.chat, said[turn])
+            ids = prepared.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return SampledTurn(ids, [0.0] * len(ids), True)
+
+        begun = await environment.begin("1-0-0-0", fields)
+        played = await player.play(Key(1, 0, 0), 0, asked, begun, scripted)
+        await begun.end()
+    except (ValueError, Failed, EpisodeLost, NotWritten, TemplateRefused) as error:
+        text = str(error)
+        return Finding("environment", "problem", text if text.startswith("spec.") else f"spec.sessions: {text}")
+    finally:
+        store.close()
+        await environment.close()
+    shown = printable(" | ".join(f"{m['role']}: {_shown(m)}" for m in played.messages)[: 3 * SHOWN])
+    earned = "" if played.reward is None else f"; it earned {played.reward:g}"
+    if played.ending is not Ending.ANSWERED:
+        says = f"a call that the chat template writes is not read back ({played.ending}: {played.why}); {shown}"
+        return Finding("environment", "problem", f"spec.sessions: {says}")
+    branches = (
+        "" if len(played.branches) == 1 else f"; {len(played.branches)} sequences, as the template rewrites turns"
+    )
+    return Finding("environment", "ok", f"an episode with a scripted model{earned}{branches}: {shown}")
+
+
+def _shown(message: Mapping[str, Any]) -> str:
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    written = [f"{call['name']}({json.dumps(call['arguments'])})" for call in calls]
+    return " ".join(filter(None, [str(message["content"]), *written]))
+
+
+def _plausible(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A call of a tool with values of the right types."""
+    values: dict[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+    parameters = tool["function"]["parameters"]
+    kinds = {name: parameters["properties"][name] for name in parameters.get("required", ())}
+    given = {name: kind.get("enum", [values.get(kind.get("type"), "a")])[0] for name, kind in kinds.items()}
+    return {"name": tool["function"]["name"], "arguments": given}
 
 
 def _functions(spec: RLHFJobSpec, prepared: Prepared, folder: Path) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from dovetail.manifest.fixed_names import DataKind
@@ -16,6 +17,7 @@ _WHAT = {
     "sft": "Supervised fine-tuning: the model learns to answer as the demonstrations do.",
     "ppo": "RLHF in three stages: SFT on demonstrations, a reward model on preferences, and PPO on prompts.",
     "grpo": "GRPO: the model answers each prompt several times, and a Python function scores the answers.",
+    "agent": "GRPO with an agent: the model calls the tools of an environment, which says what an episode earned.",
     "dpo": "SFT on demonstrations, and DPO: the model learns from preferences, without a reward model.",
 }
 _KTO = "KTO: the model learns from single answers that are labelled good or bad, without a reward model."
@@ -63,6 +65,81 @@ def rewards(fields: Sequence[str]) -> str:
     return head + (_WORDS if right is None else _CORRECT.format(field=right)) + _SHORT
 
 
+GAME = '''"""The environment of this job: a class, whose public methods are the tools of the model.
+
+An object lives as long as its episode. It runs in a sandbox: without network, and it may write to /tmp only."""
+
+import re
+
+
+class Game:
+    """A number from 1 to 99 is to be guessed. There is a calculator, too."""
+
+    def reset(self, secret: int) -> str:
+        """Begin an episode with the fields of a record of prompts.jsonl. What it returns is told to the model."""
+        self.secret, self.guesses = secret, []
+        return "The number is between 1 and 99."
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: The guess.
+        """
+        if not 1 <= number <= 99:
+            raise ValueError("the number is between 1 and 99")  # The model is told so, and the episode goes on.
+        self.guesses.append(number)
+        return "right" if number == self.secret else "higher" if number < self.secret else "lower"
+
+    def calculate(self, expression: str) -> str:
+        """Compute an expression, such as (50 + 75) // 2.
+
+        Args:
+            expression: Numbers, + - * / // and brackets.
+        """
+        if not re.fullmatch(r"[-+*/() 0-9.]{1,100}", expression) or "**" in expression:
+            raise ValueError("an expression has numbers, + - * / // and brackets")
+        try:
+            return str(eval(expression, {"__builtins__": {}}))
+        except (SyntaxError, TypeError, ArithmeticError) as error:
+            raise ValueError(f"cannot compute {expression}: {error}") from error
+
+    def get_reward(self) -> float:
+        """What the episode earned."""
+        return 1.0 / len(self.guesses) if self.secret in self.guesses else 0.0
+'''
+# Writes calls of tools as Qwen2.5's chat template does, but names only the tools.
+_TOOLS_TEMPLATE = """\
+{%- if tools %}{{ "<|im_start|>system\\nTools:" }}{% for tool in tools %}{{ " " + tool.function.name }}{% endfor %}
+{{- "<|im_end|>\\n" }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == "tool" %}
+{{- "<|im_start|>user\\n<tool_response>\\n" + message.content + "\\n</tool_response>" }}
+{%- else %}{{ "<|im_start|>" + message.role + "\\n" + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{ "}\\n</tool_call>" }}{% endfor %}
+{%- endif %}{{ "<|im_end|>\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}"""
+_MARKS = ("<|pad|>", "<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+
+def save_tools_tokenizer(folder: Path) -> None:
+    """Write a tokenizer that has bytes, and the marks of a chat template that knows tools."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = [*_MARKS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    made = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(mark, special=True) for mark in _MARKS])
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token=_MARKS[0], eos_token=_MARKS[1], chat_template=_TOOLS_TEMPLATE
+    ).save_pretrained(folder)
+
+
 # The data sets of each method.
 READ: Mapping[Method, tuple[DataKind, ...]] = {
     "sft": ("demonstrations",),
@@ -83,6 +160,24 @@ def examples(method: Method) -> dict[str, str]:
         "prompts": sums if method == "grpo" else [{"prompt": p} for p in _ASKED],
     }
     return {f"{kind}.jsonl": _jsonl(records[kind]) for kind in READ[method]}
+
+
+def agent_prompts() -> str:
+    """The content of prompts.jsonl for the environment GAME."""
+    return _jsonl([{"prompt": "I think of a number. Which one is it?", "secret": n} for n in (7, 24, 50, 63, 91)])
+
+
+def agent_job(manifest: dict[str, Any], scratch: bool) -> dict[str, Any]:
+    """The manifest of GRPO with episodes of GAME in place of samples."""
+    spec = manifest["spec"]
+    environment: dict[str, Any] = {"environment": {"function": "game:Game"}}
+    spec["sessions"] = {**environment, "maxTurns": 8, "effects": "Repeatable"}
+    spec["generation"]["maxTokens"] = 512
+    spec["data"] |= {"maxPromptTokens": 512, "heldOut": 0.2}
+    if scratch:
+        spec["models"]["actor"]["source"]["scratch"]["config"]["max_position_embeddings"] = 1024
+        spec["models"]["tokenizer"] = {"path": "tokenizer"}
+    return manifest
 
 
 def _jsonl(records: Sequence[object]) -> str:
@@ -132,6 +227,7 @@ _COMMENTS = {
     "sft.microBatchSize": "Lower it if memory does not suffice.",
     "ppo.globalBatchSize": "Prompts in an iteration: globalBatchSize / samplesPerPrompt.",
     "generation": "A model that reasons needs 4096 or more.",
+    "sessions": "Samples are episodes: the model calls the tools of game.py, which runs in a sandbox (bubblewrap).",
     "groups": "With GPUs a group has: gpu: {product: NVIDIA-A100-SXM4-80GB, perPod: 1}",
 }
 _SCRATCH = (
@@ -185,5 +281,5 @@ def commented(text: str, name: str, stages: Sequence[str], what: str, scratch: b
     return "\n".join(lines) + "\n"
 
 
-def what_it_does(method: Method, labelled: bool) -> str:
+def what_it_does(method: Method | Literal["agent"], labelled: bool) -> str:
     return _KTO if labelled else _WHAT[method]

@@ -25,7 +25,13 @@ def init(*arguments: object) -> Result:
 
 @pytest.mark.parametrize(
     ("method", "stages"),
-    [("sft", ["sft"]), ("ppo", ["sft", "reward", "ppo"]), ("grpo", ["ppo"]), ("dpo", ["sft", "dpo"])],
+    [
+        ("sft", ["sft"]),
+        ("ppo", ["sft", "reward", "ppo"]),
+        ("grpo", ["ppo"]),
+        ("dpo", ["sft", "dpo"]),
+        ("agent", ["ppo"]),
+    ],
 )
 def test_each_method_begins_with_a_valid_job_and_its_data(method: str, stages: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "My Job"
@@ -45,6 +51,28 @@ def test_each_method_begins_with_a_valid_job_and_its_data(method: str, stages: l
     again = init(method, folder)
     assert again.exit_code == 2
     assert "job.yaml exists" in again.stderr
+
+
+def test_the_game_of_init_is_an_environment(tmp_path: Path) -> None:
+    assert init("agent", tmp_path).exit_code == 0
+    spec = importlib.util.spec_from_file_location("game_of_init", tmp_path / "game.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    game = module.Game()
+    assert "between 1 and 99" in game.reset(secret=24)
+    assert game.calculate("(1 + 99) // 2") == "50"
+    assert [game.guess(50), game.guess(24)] == ["lower", "right"]
+    assert game.get_reward() == 0.5
+    for wrong in ("__import__('os')", "9**9**9", "1 / 0", "(", "1(2)"):
+        with pytest.raises(ValueError, match=r"^(an expression has numbers|cannot compute)"):
+            game.calculate(wrong)
+    with pytest.raises(ValueError, match="between 1 and 99"):
+        game.guess(0)
+    refused = init("agent", tmp_path / "other", "--data", tmp_path / "prompts.jsonl")
+    assert refused.exit_code == 2
+    assert "leave --data out" in refused.stderr
 
 
 def test_the_reward_functions_reward_what_they_say(tmp_path: Path) -> None:

@@ -58,6 +58,24 @@ def test_what_init_writes_passes(method: str, tmp_path: Path) -> None:
     assert "warning" not in done.output
 
 
+@pytest.mark.slow
+def test_an_episode_of_an_agent_is_played_and_shown(tmp_path: Path) -> None:
+    assert dovetail("init", "agent", tmp_path).exit_code == 0
+    command = ("validate", tmp_path / "job.yaml", "--deep", "--set", "spec.sessions.sandbox=None")
+    done = dovetail(*command)
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.output.split())
+    assert 'The number is between 1 and 99. | assistant: guess({"number": 1}) | tool: higher | assistant: Done' in text
+    assert "it earned 0" in text
+    game = tmp_path / "game.py"
+    game.write_text(
+        game.read_text().replace("self.secret, self.guesses = secret", "self.secret, self.guesses = secrets")
+    )
+    done = dovetail(*command)
+    assert done.exit_code == 2
+    assert "game:Game.reset raised NameError: name 'secrets' is not defined" in " ".join(done.stderr.split())
+
+
 def test_a_bad_line_of_the_data_is_named(grpo: Path) -> None:
     data = grpo.parent / "mine.jsonl"
     data.write_bytes(data.read_bytes() + b'{"messages": []}\n{"messages": 3}\n')

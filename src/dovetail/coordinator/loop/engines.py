@@ -51,9 +51,7 @@ from dovetail.coordinator.samples.scorers import Scorers
 from dovetail.coordinator.samples.session_drawing import Episodes
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
-from dovetail.coordinator.sessions.environment_workers import EnvironmentWorkers
-from dovetail.coordinator.sessions.http_environment import HttpEnvironment
-from dovetail.coordinator.sessions.play import Environment
+from dovetail.coordinator.sessions.environment_workers import job_environment
 from dovetail.coordinator.store.delivery import OutputError, check, deliver, deliver_history
 from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.manifest_changes import adopt, reshard
@@ -127,7 +125,7 @@ class Engines:
         self._trackers = TrackerProcesses(spec, settings.run_dir, self.run_id, log)
         self._batches = Batches(None, self.records.batches, store)
         self._rewards = self._reward_calls()
-        self._environment = self._environments()
+        self._environment = job_environment(spec, settings.base_dir, settings.run_dir, self.run_id, self._function_read)
         self._metrics = EvaluationMetrics(spec, settings.base_dir, log)
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
@@ -406,16 +404,6 @@ class Engines:
             else LiveFunction(given, reward.timeout_seconds)
         )
         return Calls(caller, self.spec.failure_policy.reward_retries, self.log)
-
-    def _environments(self) -> Environment | None:
-        """The environments of the job's episodes. None if it has none."""
-        if self.spec.sessions is None:
-            return None
-        environment = self.spec.sessions.environment
-        if environment.url is not None:
-            return HttpEnvironment(environment.url, self.run_id, environment.timeout_seconds)
-        folder = Path(self.spec.models.reward.import_path or self.settings.base_dir)
-        return EnvironmentWorkers.of(self.spec.sessions, folder, [self.settings.run_dir], self._function_read)
 
     def _function_read(self, name: str, file: str, digest: str) -> None:
         """Record that a process has imported a reward function. Its file may have changed since another one did."""

@@ -93,8 +93,8 @@ def _check_storable(function: Mapping[str, Any]) -> None:
 
 def _derived(tokenizer: Any, chat: ChatFormat) -> dict[str, Any]:
     try:
-        said = _turn(chat, {"role": "assistant", "content": _SAID})
-        called = _turn(chat, {"role": "assistant", "content": "", "tool_calls": [_probe(_ARGUMENTS)]})
+        said = written_turn(chat, {"role": "assistant", "content": _SAID})
+        called = written_turn(chat, {"role": "assistant", "content": "", "tool_calls": [_probe(_ARGUMENTS)]})
         opening = chat.prompt([{"role": "user", "content": _SAID}]).rpartition(_SAID)[2]
     except (NotWritten, TemplateRefused) as error:
         raise Unreadable(f"the tokenizer's chat template writes no call of a tool: {error}") from error
@@ -152,7 +152,7 @@ def _reads(reader: AnswerReader, chat: ChatFormat) -> bool:
     return True
 
 
-def _turn(chat: ChatFormat, answer: Message) -> str:
+def written_turn(chat: ChatFormat, answer: Message) -> str:
     """What the model writes where it gives this answer."""
     text, spans = chat.conversation([{"role": "user", "content": "?"}, answer], [1])
     return text[spans[0][0] : spans[-1][1]]

@@ -14,9 +14,10 @@ from typing import Any, NoReturn, TypeVar
 from dovetail.coordinator.sessions import environment_worker
 from dovetail.coordinator.sessions.bridge import Tools
 from dovetail.coordinator.sessions.effects import EpisodeLost, Failed, MayBeMade, ToolCall
+from dovetail.coordinator.sessions.http_environment import HttpEnvironment
 from dovetail.coordinator.user_code.sandbox import Sandbox
 from dovetail.coordinator.user_code.user_process import START_SECONDS, Gone, UserProcess
-from dovetail.manifest.types import Sessions
+from dovetail.manifest.types import RLHFJobSpec
 
 FIELD = "spec.sessions.environment.function"
 _T = TypeVar("_T")
@@ -74,21 +75,6 @@ class EnvironmentWorkers:
         self._workers: list[_Worker] = []
         self._starting = asyncio.Lock()
         self._numbers = count()
-
-    @classmethod
-    def of(cls, sessions: Sessions, folder: Path, hidden: Sequence[Path], read: Read = _unread) -> EnvironmentWorkers:
-        """Those of a job. Its class is in `folder`, and does not see the folders `hidden`."""
-        environment = sessions.environment
-        assert environment.function is not None
-        code = EnvironmentCode(
-            environment.function,
-            folder,
-            environment.workers,
-            environment.timeout_seconds,
-            sessions.effects == "Repeatable",
-            Sandbox(folder, hidden) if sessions.sandbox == "Bubblewrap" else None,
-        )
-        return cls(code, read)
 
     @property
     def tools(self) -> Tools:
@@ -324,3 +310,22 @@ def _same(what: str, before: str, now: str) -> None:
             f"{what} was made again after a death and answered {now[:80]!r} in place of {before[:80]!r}; let it depend "
             "on the record and the calls only, or set effects: AtMostOnce"
         )
+
+
+def job_environment(
+    spec: RLHFJobSpec, base_dir: Path, run_dir: Path, run: str, read: Read = _unread
+) -> EnvironmentWorkers | HttpEnvironment | None:
+    """The environments of a job's episodes. None if it has none. A class is imported from
+    spec.models.reward.importPath, or else from `base_dir`, and does not see `run_dir`. `run` is the run's name at a
+    server."""
+    if (sessions := spec.sessions) is None:
+        return None
+    given = sessions.environment
+    if given.url is not None:
+        return HttpEnvironment(given.url, run, given.timeout_seconds)
+    assert given.function is not None
+    folder = Path(spec.models.reward.import_path or base_dir)
+    sandbox = Sandbox(folder, [run_dir]) if sessions.sandbox == "Bubblewrap" else None
+    repeatable = sessions.effects == "Repeatable"
+    code = EnvironmentCode(given.function, folder, given.workers, given.timeout_seconds, repeatable, sandbox)
+    return EnvironmentWorkers(code, read)
