@@ -31,7 +31,7 @@ from dovetail.tools.starter import (
 )
 
 # The reward function of jobs whose environment says what an episode earned.
-EARNED = "dovetail.coordinator.rewards.episode:earned"
+EARNED = "dovetail.coordinator.rewards.earned:earned"
 
 
 def job_name(folder: Path) -> str:

@@ -452,10 +452,12 @@ class Sessions(Model):
         description="Most tokens that the model writes in a turn. generation.maxTokens limits what follows the "
         "episode's prompt, all turns and the tools' answers together; null: that is the only limit.",
     )
-    effects: Literal["Repeatable", "AtMostOnce"] = Field(
-        default="AtMostOnce",
-        description="What becomes of a call if the coordinator died meanwhile and nobody can say whether it was made. "
-        "Repeatable: it is made again. AtMostOnce: the episode is given up and played again in a new environment.",
+    effects: Literal["Auto", "Repeatable", "AtMostOnce"] = Field(
+        default="Auto",
+        description="What becomes of a call if the coordinator or the environment's process died meanwhile and nobody "
+        "can say whether it was made. Repeatable: it is made again. AtMostOnce: the episode is given up and played "
+        "again in a new environment. Auto: Repeatable for a function, whose state is its object, and AtMostOnce for a "
+        "url.",
     )
     on_failure: Literal["Discard", "Zero"] = Field(
         default="Zero",
@@ -468,6 +470,11 @@ class Sessions(Model):
         description="What is around the environment's processes. Bubblewrap: no network, no files but the system's, "
         "Python's and those beside the class, and limits; bwrap must be installed. None: they may do what the job may.",
     )
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a call may be made twice if nobody knows whether it was made."""
+        return self.effects == "Repeatable" or (self.effects == "Auto" and self.environment.url is None)
 
 
 class Generation(Model):

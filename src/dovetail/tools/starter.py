@@ -170,8 +170,7 @@ def agent_prompts() -> str:
 def agent_job(manifest: dict[str, Any], scratch: bool) -> dict[str, Any]:
     """The manifest of GRPO with episodes of GAME in place of samples."""
     spec = manifest["spec"]
-    environment: dict[str, Any] = {"environment": {"function": "game:Game"}}
-    spec["sessions"] = {**environment, "maxTurns": 8, "effects": "Repeatable"}
+    spec["sessions"] = {"environment": {"function": "game:Game"}, "maxTurns": 8}
     spec["generation"]["maxTokens"] = 512
     spec["data"] |= {"maxPromptTokens": 512, "heldOut": 0.2}
     if scratch:

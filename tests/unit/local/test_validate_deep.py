@@ -68,9 +68,7 @@ def test_an_episode_of_an_agent_is_played_and_shown(tmp_path: Path) -> None:
     assert 'The number is between 1 and 99. | assistant: guess({"number": 1}) | tool: higher | assistant: Done' in text
     assert "it earned 0" in text
     game = tmp_path / "game.py"
-    game.write_text(
-        game.read_text().replace("self.secret, self.guesses = secret", "self.secret, self.guesses = secrets")
-    )
+    game.write_text(game.read_text().replace("self.guesses = secret,", "self.guesses = secrets,"))
     done = dovetail(*command)
     assert done.exit_code == 2
     assert "game:Game.reset raised NameError: name 'secrets' is not defined" in " ".join(done.stderr.split())

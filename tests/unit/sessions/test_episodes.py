@@ -282,11 +282,11 @@ def test_an_episode_is_given_up_where_nobody_knows_whether_a_call_was_made(tmp_p
                 await asyncio.Event().wait()
             return found
 
-    life = Life(tmp_path, world, maxTurns=20)
+    life = Life(tmp_path, world, maxTurns=20, effects="AtMostOnce")
     life.begins = Hangs
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(life.run(dies=lambda _: hangs.is_set()))
-    life = Life(tmp_path, world, maxTurns=20)
+    life = Life(tmp_path, world, maxTurns=20, effects="AtMostOnce")
     asyncio.run(life.run())
     assert set(world.effects.values()) == {1}, "no call has its effect twice"
     again = {Key(*map(int, key.split("-")[:3])) for key in world.effects if key.split("-")[3] == "1"}

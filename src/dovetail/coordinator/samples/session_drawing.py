@@ -94,12 +94,8 @@ class Episodes:
             self._store.tool_calls,
             self._environment.tools,
             sessions.max_turns,
-            sessions.effects == "Repeatable",
+            sessions.repeatable,
         )
-
-    async def close(self) -> None:
-        """End the environment's processes."""
-        await self._environment.close()
 
     async def _play(self, sample: Sample, draw: Draw) -> list[Sample]:
         """Play one sample's episode to its end, and store it. Returns what is to be scored."""

@@ -326,6 +326,5 @@ def job_environment(
     assert given.function is not None
     folder = Path(spec.models.reward.import_path or base_dir)
     sandbox = Sandbox(folder, [run_dir]) if sessions.sandbox == "Bubblewrap" else None
-    repeatable = sessions.effects == "Repeatable"
-    code = EnvironmentCode(given.function, folder, given.workers, given.timeout_seconds, repeatable, sandbox)
+    code = EnvironmentCode(given.function, folder, given.workers, given.timeout_seconds, sessions.repeatable, sandbox)
     return EnvironmentWorkers(code, read)
