@@ -19,7 +19,7 @@ from dovetail.coordinator.data.prepare import Prepared, given_tokenizer, model_s
 from dovetail.coordinator.data.records import equal_pairs
 from dovetail.coordinator.data.sources import with_system
 from dovetail.coordinator.data.text import tokenizer as tokenizers
-from dovetail.coordinator.data.text.chat_template import NotWritten, TemplateRefused, chat_format
+from dovetail.coordinator.data.text.chat_template import Message, NotWritten, TemplateRefused, chat_format
 from dovetail.coordinator.data.text.tokenize import Encoder
 from dovetail.coordinator.reporting.sample_texts import printable
 from dovetail.coordinator.rewards.calls import Calls, RewardError, rehearse
@@ -272,7 +272,10 @@ async def _episode(spec: RLHFJobSpec, prepared: Prepared, folder: Path, scratch:
         fields = dict(prepared.prompts(1)[0].fields)
         asked = fields.pop("messages")
         call = {"id": "call00000", "type": "function", "function": _plausible(environment.tools[0])}
-        said = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "assistant", "content": "Done"}]
+        said: list[Message] = [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "assistant", "content": "Done"},
+        ]
 
         async def scripted(turn: int, prompt: Sequence[int]) -> SampledTurn:
             text = written_turn(prepared.chat, said[turn])
