@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from same_bits.facts import Fact, difference
+from dovetail.tools.run_facts import Fact, difference
 from same_bits.trees import JOBS, ROOT, SOURCES, Failed, Tree, git, one_at_a_time, working_tree
 
 # A change that more test files are near to than these is for `make test-fast`.

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from same_bits.facts import Fact, read_facts
+from dovetail.tools import run_facts
+from dovetail.tools.run_facts import Fact, read_facts
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -77,7 +78,8 @@ class Tree:
         """The file that keeps the facts of a job: of this code, these packages, this kind of machine, this judge."""
         parts = [git("rev-parse", f"{self.id}:{folder}") for folder in SOURCES]
         parts += [self._lock(), _machine(), PYTHON, job]
-        parts += [(HERE / name).read_text() for name in ("facts.py", "trees.py", f"{job}.yaml", "vowels.py")]
+        parts += [(HERE / name).read_text() for name in ("trees.py", f"{job}.yaml", "vowels.py")]
+        parts.append(Path(run_facts.__file__).read_text())
         return CACHE / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.json"
 
     def prepare(self) -> None:

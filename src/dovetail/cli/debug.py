@@ -77,6 +77,38 @@ def replay(run_dir: Path, iteration: int, keep: Path | None) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@debug.command()
+@click.argument("one", metavar="RUN_A", type=click.Path(path_type=Path))
+@click.argument("other", metavar="RUN_B", type=click.Path(path_type=Path))
+def diff(one: Path, other: Path) -> None:
+    """Name the first thing in which two runs differ: a setting, then a result.
+
+    Results are compared bit for bit, in the order in which one follows from the other: prompts, sampled tokens,
+    log-probabilities, scores, advantages, metrics such as the gradient's norm, weights. Only what both runs still keep
+    can be compared: batches and weights since the oldest kept checkpoint, and for all iterations which prompts were
+    trained, the lengths of the responses, rewards and metrics.
+
+    The exit code is 0 if all results are the same bits, and 1 if not.
+
+    \b
+      dovetail debug diff runs/demo runs/demo-again
+    """
+    require("dovetail debug diff", ["coordinator", "trainer"])
+    from dovetail.tools.run_diff import diff_runs
+
+    found = diff_runs(one, other)
+    for setting in found.settings:
+        click.echo(f"Setting: {setting}")
+    if not found.sentence:
+        click.echo(f"All results that both runs keep are the same to the bit, through iteration {found.through}.")
+        return
+    if found.through:
+        click.echo(f"The same to the bit through iteration {found.through}.")
+    for line in found.evidence:
+        click.echo(f"  {line}")
+    raise RunError(f"the first difference: {found.sentence}")
+
+
 def compared(run_dir: Path, replayed: Path, target: str, models: list[str]) -> tuple[int, list[Difference]]:
     """Compare `target` of both folders. Returns the number of tensors, and the differences."""
     from dovetail.trainer.weights.compare_weights import compare_checkpoints, compare_models

@@ -20,7 +20,8 @@ from dovetail.coordinator.store.database import SCHEMA
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "hack"))
 from same_bits.__main__ import declared, imported, nearest_tests
-from same_bits.facts import difference, read_facts
+
+from dovetail.tools.run_facts import difference, read_facts
 
 
 def write_run(run: Path, clock: float) -> Path:

@@ -1,4 +1,5 @@
-"""What a run computed, as facts that do not depend on when, where and how fast it ran; and how two runs differ."""
+"""What a run computed, as facts that do not depend on when, where and how fast it ran, and how two runs differ.
+`dovetail debug diff` and `make same-bits` use it."""
 
 from __future__ import annotations
 
@@ -8,10 +9,17 @@ import re
 import sqlite3
 import struct
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+
+from dovetail.coordinator.store.database import ReadOnlyDatabase
+from dovetail.coordinator.store.outcomes import Outcomes
+from dovetail.protocol.wire import Array, unpack
 
 STAGES = {stage: number for number, stage in enumerate(("sft", "reward", "ppo"), start=1)}
 HASH = "sha256:"
@@ -45,9 +53,18 @@ class Fact(NamedTuple):
 
 
 def read_facts(run: Path) -> list[Fact]:
-    """Of a run that has ended, in order of time."""
-    found = [*_documents(run), *_history(run), *_texts(run), *_store(run), *_checkpoints(run), *_models(run)]
-    return sorted(found, key=lambda fact: (fact.when, fact.what))
+    """Of a run that is not at work, in order of time. Raises OSError and ValueError for a folder without a whole
+    run."""
+    readers = (_documents, _history, _texts, _store, _outcomes, _batches, _checkpoints, _models)
+    return sorted((fact for read in readers for fact in read(run)), key=lambda fact: (fact.when, fact.what))
+
+
+def differences(one: Iterable[Fact], other: Iterable[Fact]) -> list[tuple[Fact | None, Fact | None]]:
+    """The facts that differ, in order of time. A fact that one of them lacks is None there."""
+    old, new = ({fact.place: fact for fact in facts} for facts in (one, other))
+    pairs = ((old.get(place), new.get(place)) for place in {**old, **new})
+    found = [(a, b) for a, b in pairs if a is None or b is None or a.value != b.value]
+    return sorted(found, key=lambda pair: next(fact.when for fact in pair if fact is not None))
 
 
 def difference(base: Iterable[Fact], now: Iterable[Fact]) -> str | None:
@@ -135,6 +152,8 @@ def _store(run: Path) -> Iterator[Fact]:
         tables = [row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY 1")]
         for table in tables:
             rows = [dict(row) for row in database.execute(f"SELECT * FROM {table}")]
+            if table == "outcomes":  # `_outcomes`
+                continue
             if table == "kv":
                 for row in rows:
                     if not UNSTEADY.match(row["key"]):
@@ -148,6 +167,72 @@ def _store(run: Path) -> Iterator[Fact]:
                     item = f"{column} at {place}" if table != "steps" else f"{row['function']}'s {column} at {place}"
                     shown = _hash(value) if isinstance(value, bytes) else _shown(value)
                     yield Fact((STAGES["ppo"], row["iteration"], 0), "store", f"store rows of {table}", item, shown)
+
+
+# What an iteration computes for a sample, in the order in which one follows from the other.
+COLUMNS = {
+    "prompt": "prompt",
+    "response": "sampled tokens",
+    "rollout_logprobs": "log-probabilities",
+    "ref_logprobs": "log-probabilities under the reference",
+    "values": "values",
+    "scores": "scores",
+    "advantages": "advantages",
+}
+
+
+def sample_columns(arrays: Mapping[str, Array]) -> dict[str, list[Array]]:
+    """The parts of a batch by name in COLUMNS: for each sample, an array without padding."""
+    tokens, begin, length = arrays["tokens"], arrays["prompt_lengths"].tolist(), arrays["response_lengths"].tolist()
+    found: dict[str, list[Array]] = {
+        "prompt": [row[:first] for row, first in zip(tokens, begin, strict=True)],
+        "response": [row[first : first + n] for row, first, n in zip(tokens, begin, length, strict=True)],
+    }
+    for name in COLUMNS.keys() & arrays.keys():
+        found[name] = [
+            np.atleast_1d(row)[: n if row.ndim else None] for row, n in zip(arrays[name], length, strict=True)
+        ]
+    return {name: found[name] for name in COLUMNS if name in found}
+
+
+def sample_names(arrays: Mapping[str, Array]) -> list[str]:
+    """Which sample each row of a batch is."""
+    seen: Counter[int] = Counter()
+    names = []
+    for prompt in arrays["groups"].tolist():
+        names.append(f"prompt {prompt}, sample {seen[prompt]}")
+        seen[prompt] += 1
+    return names
+
+
+def _batches(run: Path) -> Iterator[Fact]:
+    """The batches that are kept, sample by sample."""
+    for path in sorted((run / "experience").glob("*.safetensors")):
+        arrays, iteration = unpack(path.read_bytes()), int(path.stem)
+        names = sample_names(arrays)
+        for place, (column, rows) in enumerate(sample_columns(arrays).items()):
+            for name, row in zip(names, rows, strict=True):
+                when = (STAGES["ppo"], iteration, place - 1 - len(COLUMNS))
+                yield Fact(
+                    when,
+                    COLUMNS[column],
+                    f"batch of iteration {iteration}",
+                    f"{COLUMNS[column]} of {name}",
+                    _hash(row.tobytes()),
+                )
+
+
+# What is known of the samples of iterations whose batches are deleted.
+RECORDED = {"text": "prompts", "response_tokens": "lengths of the responses", "reward": "rewards"}
+
+
+def _outcomes(run: Path) -> Iterator[Fact]:
+    """What became of the samples, also of those that are deleted."""
+    for part in Outcomes(ReadOnlyDatabase(run / "store.sqlite")).parts():
+        what = f"record of iteration {part.iteration} ({part.outcome})"
+        for column, name in RECORDED.items():
+            when = (STAGES["ppo"], part.iteration, -1)
+            yield Fact(when, "record", what, name, _hash(np.ascontiguousarray(part.rows[column]).tobytes()))
 
 
 def _when(key: str) -> tuple[int, int, int]:
