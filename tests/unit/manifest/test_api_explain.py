@@ -40,7 +40,7 @@ def test_the_root_and_status():
     ("path", "sentence"),
     [
         ("RLHFJob.spec.pppo", "RLHFJob.spec has no field 'pppo'; did you mean ppo"),
-        ("RLHFJob.spec.zzzzz", "RLHFJob.spec has no field 'zzzzz'; it has suspend, retry, managedBy, seed, "),
+        ("RLHFJob.spec.zzzzz", "RLHFJob.spec has no field 'zzzzz'; it has suspend, retry, managedBy, class, seed, "),
         ("spec.seed.x", "RLHFJob.spec.seed has no fields"),
         ("Pod.spec", "RLHFJob has no field 'Pod'"),
     ],
