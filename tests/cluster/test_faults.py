@@ -60,6 +60,15 @@ def delete_pod(group: str, job: ClusterJob) -> set[str]:
     return {group}
 
 
+def drain_trainer(job: ClusterJob) -> set[str]:
+    """Before its pod ends, its steps are in a checkpoint. No other one is due."""
+    done, loads = job.iteration(), len(events(job.run_dir(), "trainers.load"))
+    groups = delete_pod("a100", job)
+    new = job.wait_for("a load", lambda: events(job.run_dir(), "trainers.load")[loads:], RECOVERY_SECONDS)
+    assert new[0]["checkpoint_step"] >= done
+    return groups
+
+
 def kill_process(group: str, module: str, job: ClusterJob) -> set[str]:
     """A server or scorer that has worked for a while is started again in its pod; of any other process the pod is
     new."""
@@ -232,7 +241,7 @@ def go_on(job: ClusterJob, iterations: int) -> None:
 
 
 FAULTS: dict[str, Callable[[ClusterJob], set[str]]] = {
-    "trainer's pod deleted": partial(delete_pod, "a100"),
+    "trainer's pod deleted": drain_trainer,
     "coordinator killed": partial(kill_process, "coordinator", "dovetail.coordinator.main"),
     "rollout's pod deleted": partial(delete_pod, "a10"),
     "kubelet restarted": restart_kubelet,
@@ -328,7 +337,9 @@ def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
 
 
 def manifest(namespace: str, lag: int, iterations: int) -> dict[str, Any]:
-    document = tiny_manifest(namespace, iterations, PROMPTS)
+    # The pod ends as soon as its checkpoint is written, which may take long on a busy machine.
+    patient = {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 600}}}
+    document = tiny_manifest(namespace, iterations, PROMPTS, a100=patient)
     spec = document["spec"]
     spec["ppo"]["lag"] = lag
     spec["checkpoint"] = {"everySteps": 1000}  # so that the store keeps every sample

@@ -4,6 +4,8 @@ by a bit."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from dovetail.coordinator.schedules.training_schedule import pinned_families
+from dovetail.launch.local.launcher import Launcher
 from dovetail.manifest.types import RLHFJob
-from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, summary, tiny_job
+from dovetail.protocol.http import direct
+from helpers.jobs import Fault, Injector, events, history, read_status, run_job, same_weights, summary, tiny_job
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +79,44 @@ def test_killed_trainers_and_coordinators_change_no_bit(tmp_path: Path, peaceful
     assert summary(tmp_path)["dpo"] == summary(peaceful)["dpo"]
     assert len(events(tmp_path, "stage.finished")) == 1
     assert (tmp_path / "schedule-dpo.json").exists() == (pin == "VShaped")
+
+
+class Drain(Injector):
+    """Tells the coordinator that trainer 0 will end, as the hook of its pod does, and then ends it."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.step, self.left = 0, False
+
+    def look(self, launcher: Launcher) -> None:
+        status = read_status(launcher)
+        if self.step or status is None or status["stage"] != "sft" or (status["step"] or 0) < 3:
+            return
+        self.step = status["step"]
+        url, token = f"{launcher.url}/v1/instances/trainer-0?wait=600", launcher.token
+        self.left = json.loads(direct.ask(url, 900, token, "DELETE") or b"{}").get("left", False)
+        os.kill(launcher.pids["trainer-0"], signal.SIGKILL)
+
+
+def test_trainers_that_are_drained_write_a_checkpoint_first(tmp_path: Path) -> None:
+    """No other one is due, so without it all steps would be repeated."""
+    drain = Drain()
+    outcome, _ = run_job(
+        tiny_job(
+            stages=["sft"],
+            sft={"steps": 200},
+            groups=[{"name": "trainers", "roles": ["trainer"]}],
+            checkpoint={"everySteps": 1000},
+        ),
+        tmp_path,
+        drain,
+    )
+    assert outcome.succeeded, outcome.reason
+    assert drain.left, "its pod need not wait longer"
+    first, second = [event["checkpoint_step"] for event in events(tmp_path, "trainers.load")]
+    assert first == 0
+    assert second >= drain.step
+    assert sorted(history(tmp_path, "sft")) == list(range(1, 201))
 
 
 @pytest.mark.nightly

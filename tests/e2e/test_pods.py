@@ -53,7 +53,7 @@ def paced(folder: Path, told: Path) -> RenderContext:
     template = {"spec": {"containers": [{"name": "dovetail", "env": [path]}]}}
     document = yaml.safe_load(MANIFEST)
     spec = document["spec"]
-    spec |= {"groups": GROUPS, "checkpoint": {"everySteps": 1}}
+    spec |= {"groups": GROUPS, "checkpoint": {"everySteps": 100}}
     spec["ppo"]["iterations"] = ITERATIONS
     (folder / "paced.py").write_text(paced_reward(spec, PACE_SECONDS, str(told)))
     job = parse(document)
@@ -62,7 +62,8 @@ def paced(folder: Path, told: Path) -> RenderContext:
 
 
 def test_pods_come_go_and_die_and_the_job_completes(tmp_path: Path) -> None:
-    """A pod of two ranks trains; one rollout is drained, a surplus one joins, and a trainer pod is killed."""
+    """A pod of two ranks trains; one rollout is drained, a surplus one joins, and the trainers' pod is killed, and
+    drained."""
     pace = tmp_path / "pace"
     with FakeKubelet(paced(tmp_path, pace), tmp_path) as kubelet:
         assert sorted(kubelet.pods) == ["a10-0", "a100-0", "coordinator-0", "v100-0"]
@@ -79,10 +80,17 @@ def test_pods_come_go_and_die_and_the_job_completes(tmp_path: Path) -> None:
         set_pace(pace, PACE_SECONDS)
         assert kubelet.run(SECONDS, in_ppo(2)) is None
         kubelet.pods["a100-0"].kill()
+        assert kubelet.run(SECONDS, in_ppo(3)) is None
+        set_pace(pace, HELD_SECONDS)
+        kubelet.pods["a100-0"].delete(grace=240)
+        kubelet.start("a100-0")
         set_pace(pace, 0.0)
         assert kubelet.run(SECONDS) == 0, kubelet.pods["coordinator-0"].log.read_text()[-3000:]
         assert kubelet.restarts == ["a100-0"], "only what was killed"
     run_dir = kubelet.run_dir
+    loads = [e["checkpoint_step"] for e in events(run_dir, "trainers.load") if e["stage"] == "ppo"]
+    assert loads[:2] == [0, 0], "no checkpoint was due"
+    assert loads[-1] >= 2, "one was written before the drained trainers ended"
     assert sorted(history(run_dir, "ppo")) == list(range(1, ITERATIONS + 1))
     assert summary(run_dir)["samples_per_second"] > 0
     retired = {e["instance"] for e in events(run_dir, "instance.health") if e["health"] == "retired"}

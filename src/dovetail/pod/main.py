@@ -8,8 +8,8 @@ A server or scorer that dies after it has worked for a while is restarted while 
 process dies, all processes are ended and the container exits with its code. Then the pod's Job replaces the pod, and
 the job's status quotes the last line. A process that hangs (`liveness`) is killed.
 
-`--drain` is the pod's preStop hook. It tells the coordinator to give this pod's instances no more work. It returns when
-their samples have moved."""
+`--drain` is the pod's preStop hook. It tells the coordinator that this pod will end. It returns when the samples of its
+instances have moved, and when the steps of its trainers are in a checkpoint."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ from dovetail.protocol.process.pulse import PULSE
 GRACE_SECONDS = 30.0
 # The hook's time is a part of the pod's grace period, which is 25 s on spot nodes.
 DRAIN_SECONDS, RETIRE_SECONDS = 15, 5.0
+# The time for a checkpoint. It is the pod's grace period that limits it.
+SAVE_SECONDS = 900
 # A server or scorer that worked this long was not broken from the start.
 STEADY_SECONDS = 60.0
 SPAWNER = "spawner"
@@ -257,17 +259,19 @@ def read_pod(environ: Mapping[str, str]) -> PodSettings:
 
 
 def drain(processes: Sequence[ProcessSpec], base: ProcessEnv) -> None:
-    """Tell the coordinator to drain this pod's instances. Wait until no sample needs them. A KV cache is moved where
-    that is cheaper than computing it again.
+    """Tell the coordinator to drain this pod's instances, and to have a checkpoint written if the pod trains. Wait
+    until no sample needs the instances and the checkpoint is there. A KV cache is moved where that is cheaper than
+    computing it again.
 
     A coordinator that does not answer will find out by itself. It may read a request late. The pod that comes next has
     the same names, so each request has this pod's address."""
-    instances = [process.name for process in processes if not process.finishes]
-    for wait in (0, DRAIN_SECONDS):
-        for name in instances:
-            url = f"{base.coordinator}/v1/instances/{name}?wait={wait}&host={urllib.parse.quote(base.host)}"
-            if direct.ask(url, wait + RETIRE_SECONDS, base.token, "DELETE") is None:
-                return
+    waits = {process.name: DRAIN_SECONDS for process in processes if not process.finishes}
+    # One rank asks for the checkpoint of all.
+    waits |= {process.name: SAVE_SECONDS for process in [p for p in processes if p.finishes][:1]}
+    for name, wait in [*dict.fromkeys(waits, 0).items(), *waits.items()]:
+        url = f"{base.coordinator}/v1/instances/{name}?wait={wait}&host={urllib.parse.quote(base.host)}"
+        if direct.ask(url, wait + RETIRE_SECONDS, base.token, "DELETE") is None:
+            return
 
 
 class JobEnd:
@@ -297,7 +301,7 @@ def _run(settings: PodSettings, environ: Mapping[str, str]) -> tuple[int, str]:
 
 def main(argv: list[str] | None = None, log: Path = TERMINATION_LOG) -> int:
     parser = argparse.ArgumentParser(prog="python -m dovetail.pod.main", description=__doc__)
-    parser.add_argument("--drain", action="store_true", help="retire this pod's instances, and exit")
+    parser.add_argument("--drain", action="store_true", help="prepare the end of this pod, and exit")
     options = parser.parse_args(argv)
     try:
         settings = read_pod(os.environ)

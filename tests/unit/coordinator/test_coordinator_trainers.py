@@ -286,6 +286,32 @@ def test_a_lost_step_is_replayed_from_the_checkpoint(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_the_steps_of_a_rank_that_will_end_are_saved_before_the_next_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        group = make_group(1)
+        ranks = OneRank(group)
+        session = Ranks(job_of(Records(), tmp_path), group)
+        assert session.saved, "nothing can be lost yet"
+        session.save_soon()
+        life = asyncio.create_task(ranks.live())
+        session.begin(plan(), 0)
+        for _ in range(2):
+            await session.run_step()
+        assert not session.saved
+        session.save_soon()
+        await session.run_step()
+        assert not session.saved, "the new step is not"
+        await session.save()
+        assert session.saved
+        session.save_soon()
+        ranks.die_before = {4}
+        await session.run_step()
+        assert ranks.log == ["load", "step1", "step2", "save", "step3", "save", "load", "step4"]
+        life.cancel()
+
+    run(scenario())
+
+
 def test_a_commands_deadline_follows_what_such_commands_took(tmp_path: Path) -> None:
     """A rank in a loop that polls looks alive. A first step, which compiles, and a slow machine's steps have time."""
 

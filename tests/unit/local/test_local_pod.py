@@ -306,7 +306,7 @@ def test_main_leaves_the_reason_for_the_kubelet(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_draining_retires_the_instances_and_not_the_trainers(tmp_path):
+def test_draining_retires_the_instances_and_has_the_trainers_steps_saved(tmp_path):
     seen = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -328,12 +328,12 @@ def test_draining_retires_the_instances_and_not_the_trainers(tmp_path):
     server.shutdown()
     server.server_close()
     drain(made, there)  # nobody there: no error
-    waits = [
+    asked = [
         f"/v1/instances/{name}?wait={wait}&host={there.host}"
-        for wait in (0, 15)
-        for name in ("both-0", "both-0-scorer")
+        for waits in ((0, 0, 0), (15, 15, 900))
+        for name, wait in zip(("both-0", "both-0-scorer", "trainer-0"), waits, strict=True)
     ]
-    assert seen == [(path, "Bearer secret") for path in waits], "both get no more work before one of them is waited for"
+    assert seen == [(path, "Bearer secret") for path in asked], "all are told before one of them is waited for"
 
 
 @pytest.mark.slow

@@ -68,6 +68,8 @@ def group_pod(context: RenderContext, group: Group, index: int | None = None) ->
     if index is not None:
         container["env"].append(_value(env.SURPLUS, 1))
     container["ports"] = []
+    # The coordinator gives rollouts no more work, and others continue their samples. Trainers write a checkpoint.
+    container["lifecycle"] = {"preStop": {"exec": {"command": ["python", "-P", "-m", POD_MODULE, "--drain"]}}}
     if Role.ROLLOUT in group.roles:
         container["ports"] += [
             {"name": "http", "containerPort": env.SERVER_PORT},
@@ -80,8 +82,6 @@ def group_pod(context: RenderContext, group: Group, index: int | None = None) ->
             # The pod's main process ends a server that hangs, and starts it again, which may take as long as the first
             # start.
             "livenessProbe": _probe("/health", env.SERVER_PORT, period=15, failures=120),
-            # The coordinator stops giving it work, and others continue its samples.
-            "lifecycle": {"preStop": {"exec": {"command": ["python", "-P", "-m", POD_MODULE, "--drain"]}}},
         }
     if Role.TRAINER in group.roles:
         count = max(1, group.gpu.per_pod)

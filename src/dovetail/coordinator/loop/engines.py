@@ -333,12 +333,23 @@ class Engines:
         self.fleet.register(message)
 
     def retire(self, name: str, host: str | None = None) -> None:
-        """Record that the instance's pod will end soon. It gets no more work. `host` is that of `Fleet.retire`."""
-        self.fleet.retire(name, host)
+        """Record that the pod of an instance or a trainer will end soon. An instance gets no more work. `host` is that
+        of `Fleet.retire`. The trainers write a checkpoint as soon as no step runs."""
+        if not self._trains(name):
+            self.fleet.retire(name, host)
+            return
+        self.session.save_soon()
+        if self._prepared is not None:
+            self._ppo.save_if_idle()
 
     def left(self, name: str) -> bool:
-        """Whether no sample needs the instance any more."""
+        """Whether no sample needs the instance any more, or a trainer's steps are all in a checkpoint."""
+        if self._trains(name):
+            return self.session.saved
         return self._prepared is None or self._generator.left(name)
+
+    def _trains(self, name: str) -> bool:
+        return any(trainer.name == name for trainer in self.plan.trainers)
 
     def offer(self, message: Offer) -> None:
         self._publisher.offer(message)

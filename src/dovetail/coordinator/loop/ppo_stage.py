@@ -110,6 +110,8 @@ class PPOStage:
         self._settled = Settled(spec, records.store)
         self._ranks, self._weights, self._maker = ranks, weights, maker
         self._saving: asyncio.Task[None] | None = None
+        # Whether the trainers wait for experience.
+        self._idle = False
         self._scheduling: Scheduling | None = None
         self._placing: asyncio.Task[None] | None = None
         self._report = IterationReport(job)
@@ -211,6 +213,8 @@ class PPOStage:
             raise ValueError("prompts of your own cannot be given with spec.ppo.lag above 0; set lag to 0")
         self._open.open_through(iteration, prompts)
         progress.update(iteration=iteration, phase="generation", message="", open_iterations=self._open.numbers)
+        self._idle = True
+        self.save_if_idle()
         # Without a lag, the trainers wait exactly while the samples are drawn and scored. These phases are measured.
         with self._records.timeline.phase("waiting", iteration) if lag else nullcontext():
             made = await self._open.take(iteration)
@@ -322,6 +326,7 @@ class PPOStage:
         iteration = experience.iteration
         if iteration != self._ranks.step + 1:
             raise ValueError(f"experience of iteration {iteration} given, {self._ranks.step + 1} expected")
+        self._idle = False
         await self._store_step(iteration, experience.arrays)
         await self._records.keep_text(self._spec.samples, experience)
         samples, timeline = self._records.store.samples, self._records.timeline
@@ -390,6 +395,17 @@ class PPOStage:
         await in_slices(lambda rows: self._records.store.samples.forget_before(iteration, rows))
         span = Span(name="checkpoint", process=COORDINATOR, lane="checkpoint", start=started, end=clock.now())
         self._records.timeline.add([span])
+
+    def save_if_idle(self) -> None:
+        """Start to write a checkpoint that is due, if the trainers wait for experience. Otherwise it is written before
+        their next step."""
+        if self._idle and self._ranks.due:
+            self._saving = asyncio.create_task(self._save_after(self._saving))
+
+    async def _save_after(self, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await before
+        await self._ranks.save()
 
     async def _saved(self) -> None:
         """Wait for the checkpoint that is being written, if any. Raises what writing it raised."""

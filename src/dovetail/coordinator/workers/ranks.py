@@ -92,6 +92,8 @@ class Ranks:
         # The oldest version that may be requested. Restored ranks must compute it again. If it is None, only the newest
         # version may be requested.
         self._needed: int | None = None
+        # Whether a checkpoint shall be written before the next step.
+        self._soon = False
         # The seconds of the longest command of each stage and kind. Those for the reference are a kind of their own.
         self._longest: dict[tuple[Stage, str, bool], float] = {}
 
@@ -117,9 +119,26 @@ class Ranks:
         starts = [step for step in kept if step <= self._step - self._lag]
         return kept[0] if len(starts) >= min(2, self._keep) else 0
 
+    def save_soon(self) -> None:
+        """Have a checkpoint written before the next step, because a rank will end soon."""
+        self._soon = not self.saved
+
+    @property
+    def due(self) -> bool:
+        """Whether a checkpoint was asked for (`save_soon`) and is not written yet."""
+        return self._soon and not self.saved
+
+    @property
+    def saved(self) -> bool:
+        """Whether no finished step would be lost with the ranks. It is also true while they hold nothing, because
+        nothing can be saved then."""
+        plan = self._plan
+        return plan is None or not self._group.formed or self._step in (0, self.checkpoint(plan.stage)[0])
+
     async def save(self) -> None:
         """Write a checkpoint of the current step. Then delete the oldest ones beyond `keep`. Raises TrainerError."""
         plan = self._need_plan()
+        self._soon = False
         path = self._path(plan.stage, self._step)
         if self.checkpoint(plan.stage) == (self._step, str(path)):
             return
@@ -214,6 +233,8 @@ class Ranks:
         """Run the next step once. If the ranks have run it already, its stored result is returned. If a power failure
         lost that result, the ranks go back to the last checkpoint, because later steps depend on the result. An example
         is the coefficient of the KL penalty. Raises TrainerError."""
+        if self.due:
+            await self.save()
         plan, step = self._need_plan(), self._step + 1
         command = plan.make_step(step)
         async with self._lock:
