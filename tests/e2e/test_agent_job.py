@@ -39,7 +39,7 @@ def agent_job(folder: Path, **ppo: Any) -> Any:
             "maxPromptTokens": 64,
             "maxTokens": 192,
         },
-        sessions={"environment": {"function": "boxes:Boxes"}, "maxTurns": 3},
+        sessions={"environment": {"function": "boxes:Boxes"}, "maxTurns": 3, "sandbox": "None"},
         generation={"maxTokens": 64},
         evaluation={"heldOut": 0},
         ppo={"iterations": ITERATIONS, "samplesPerPrompt": 4, "miniBatchSize": 16, **ppo},
