@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from dovetail.coordinator.samples.in_flight import GenerationSettings
-from dovetail.coordinator.samples.requests import Connection, cancel
+from dovetail.coordinator.samples.requests import Connection
 from dovetail.coordinator.store.experts import UNKNOWN, whole
 from dovetail.models.build import build_stage
 from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.process.endings import cancel
 from dovetail.protocol.sampling import OUTPUT_DELTA
 from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_weights
 from helpers.forked_servers import Forks

@@ -11,6 +11,7 @@ import kopf
 
 from dovetail.kube.resources import RLHFJOB
 from dovetail.operator.reconcile.children import Object
+from dovetail.protocol.process.endings import cancel
 
 Observe = Callable[[Object, bool], Awaitable[None]]
 # The number of objects in one part of the first list. Each may have more than 1 MB, and takes many times that in
@@ -36,9 +37,7 @@ async def watch_jobs(observe: Observe, namespaces: tuple[str, ...], on_signals: 
         raise RuntimeError("kopf's watches ended")
     finally:
         # kopf.run_tasks would also cancel the tasks of others in this loop.
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)
 
 
 def make_registry(observe: Observe) -> kopf.OperatorRegistry:

@@ -31,6 +31,7 @@ from dovetail.operator.reconcile.reconcile import PLANNER_AGAIN_SECONDS, PlanRef
 from dovetail.operator.render.config_map import planned_hash, spec_hash
 from dovetail.operator.render.context import digest
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process.endings import cancel
 
 V = TypeVar("V")
 
@@ -394,9 +395,7 @@ class Planner:
     async def close(self) -> None:
         """End the worker process."""
         tasks = [task for task in (*self._varying, self._asking) if task is not None and not task.done()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)
         for asked in self._asked.values():
             asked.answer.cancel()
         await self._end()

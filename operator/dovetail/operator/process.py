@@ -24,7 +24,7 @@ from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner, image_check
 from dovetail.protocol.http import serving
-from dovetail.protocol.process.endings import BAD_CONFIGURATION
+from dovetail.protocol.process.endings import BAD_CONFIGURATION, cancel
 
 # The process is restarted if a job that is due has waited this long for a worker, or if the lease could not be read.
 STUCK_SECONDS = 120.0
@@ -93,9 +93,7 @@ async def run(settings: OperatorSettings) -> int:
         log("operator.stopped")
         return 0
     finally:
-        for task in (leading, waiting):
-            task.cancel()
-        await asyncio.gather(leading, waiting, return_exceptions=True)
+        await cancel((leading, waiting))
         if not settings.namespaces:
             await claim.release()
         await lock.release()
@@ -140,8 +138,7 @@ async def _watch(
         try:
             await asyncio.wait({watching})
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            await cancel([watching])
         if await client.serves(RLHFJOB):
             raise watching.exception() or RuntimeError("the watches ended")
         for namespace in namespaces or (None,):

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dovetail.kube import coordinator_http
 from dovetail.kube.connection import KubeError
 from dovetail.protocol.http.header_deadline import SERVER_KEEP_SECONDS, HeaderDeadline
+from dovetail.protocol.process.endings import cancel
 from dovetail.statusapi import view
 from dovetail.statusapi.answer_room import AnswerRoom
 from dovetail.statusapi.api_settings import ApiSettings
@@ -64,8 +65,7 @@ async def serve(settings: ApiSettings) -> AsyncIterator[Service]:
             yield service
         finally:
             if watching is not None:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+                await cancel([watching])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -56,10 +56,10 @@ class Row:
     extra: bytes = b""
 
 
-def pack_requests(requests: Sequence[tuple[dict[str, Any], Sequence[int]]], seconds: float) -> bytes:
-    """A message that asks for samples. Each request has its fields, and its token ids of prompt and response so far.
-    `seconds` is the time between two frames from now on."""
-    text = json.dumps({"seconds": seconds, "requests": [fields for fields, _ in requests]}).encode()
+def pack_requests(requests: Sequence[tuple[bytes, Sequence[int]]], seconds: float) -> bytes:
+    """A message that asks for samples. Each request has its fields as JSON, and its token ids of prompt and response so
+    far. `seconds` is the time between two frames from now on."""
+    text = b'{"seconds": %s, "requests": [%s]}' % (json.dumps(seconds).encode(), b", ".join(r[0] for r in requests))
     arrays = [np.asarray(tokens, "<i4") for _, tokens in requests]
     lengths = np.array([len(array) for array in arrays], "<u4")
     return _pack(REQUESTS, len(requests), text, lengths, *arrays)

@@ -42,6 +42,7 @@ from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.http import serving
 from dovetail.protocol.messages import Command, CommandResult, Export, Load, Offer, Register, Save, Step
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process.endings import cancel
 from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.tools.checkpoint_export import stage_sources
 
@@ -270,9 +271,7 @@ async def _run(replay: Replay, folder: Path, tell: Callable[[str], None]) -> Rep
                     watching.result()  # raises
                 return await working
             finally:
-                for task in (watching, working):
-                    task.cancel()
-                await asyncio.gather(watching, working, return_exceptions=True)
+                await cancel((watching, working))
     finally:
         if runner is not None:
             await runner.cleanup()

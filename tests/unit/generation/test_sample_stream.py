@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import struct
 from array import array
 from collections.abc import Callable
@@ -30,7 +31,9 @@ def row(number: int, tokens: list[int], reason: str | None = None, extra: bytes 
 
 def test_requests_and_aborts_arrive_as_they_were_sent() -> None:
     requests = [({"number": 7, "sampling_params": {"n": 1}}, array("i", [1, 2**31 - 1])), ({"number": 8}, array("i"))]
-    assert unpack_asked(pack_requests(requests, 0.5)) == ([(f, list(t)) for f, t in requests], 0.5)
+    sent = pack_requests([(json.dumps(fields).encode(), tokens) for fields, tokens in requests], 0.5)
+    assert unpack_asked(sent) == ([(fields, list(tokens)) for fields, tokens in requests], 0.5)
+    assert unpack_asked(pack_requests([], 0.25)) == ([], 0.25)
     assert unpack_asked(pack_aborts(["a", "é"])) == ["a", "é"]
 
 
@@ -70,7 +73,7 @@ def test_a_bad_frame_is_one_clear_error(wrong: bytes | str, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [FRAME, pack_requests([({}, [1, 2])], 1.0)[:-4], pack_aborts([])[:-1]], ids=["rows", "short", "json"]
+    "wrong", [FRAME, pack_requests([(b"{}", [1, 2])], 1.0)[:-4], pack_aborts([])[:-1]], ids=["rows", "short", "json"]
 )
 def test_a_bad_message_of_the_coordinator_is_one_clear_error(wrong: bytes) -> None:
     with pytest.raises(FrameError):

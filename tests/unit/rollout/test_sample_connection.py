@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,8 +70,11 @@ class Socket:
     def draw(self, *ids: str, weights: int | None = 4, seconds: float = 0.0, **fields: Any) -> None:
         """Ask for samples, whose numbers are their places."""
         common = {"weights": weights, "sampling_params": PARAMS, **fields}
-        requests = [({"number": i, "request_id": name, **common}, array("i", [1, 2])) for i, name in enumerate(ids)]
-        self.inbox.put_nowait(pack_requests(requests, seconds))
+        self.ask([{"number": i, "request_id": name, **common} for i, name in enumerate(ids)], seconds)
+
+    def ask(self, requests: Sequence[dict[str, Any]], seconds: float = 0.0) -> None:
+        tokens = array("i", [1, 2])
+        self.inbox.put_nowait(pack_requests([(json.dumps(each).encode(), tokens) for each in requests], seconds))
 
     async def row(self) -> Row:
         while not self.rows:
@@ -238,7 +242,7 @@ def test_an_error_amid_a_response_and_a_key_error_of_the_engine_are_no_refusals(
 
 def test_a_request_without_a_field_is_refused_with_its_name() -> None:
     async def scenario(_: Engine, socket: Socket, __: ServerState) -> None:
-        socket.inbox.put_nowait(pack_requests([({"number": 0, "request_id": "a", "weights": 4}, [1])], 0.0))
+        socket.ask([{"number": 0, "request_id": "a", "weights": 4}])
         one = await socket.row()
         assert (one.reason, one.extra) == ("refused", b"the request has no field 'sampling_params'")
 

@@ -17,6 +17,7 @@ from kubernetes.aio.client import ApiClient, ApiException
 from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRecord
 
 from dovetail.operator.compat import NO_ANSWER, LeaseLock
+from dovetail.protocol.process.endings import cancel
 
 # The chart makes the lease, and the operator only writes to it. So it is deleted with the release. Helm refuses a
 # second release in a namespace, whose operator would never work.
@@ -207,6 +208,4 @@ async def lead(lock: Lock, work: Callable[[], Coroutine[Any, Any, None]]) -> Non
             if done:
                 return
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)

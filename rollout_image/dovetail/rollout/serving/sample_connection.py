@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dovetail.protocol.process.endings import cancel
 from dovetail.protocol.sample_stream import FAILED, REFUSED, SERVER_REASONS, Answers, unpack_asked
 from dovetail.rollout.compat import WrongRequest, draw
 
@@ -62,10 +63,7 @@ class SampleConnection:
             if not isinstance(error, WebSocketDisconnect):
                 raise GivenUp(f"a frame could not be sent: {type(error).__name__}: {error}".rstrip(": ")) from error
         finally:
-            tasks = [sending, receiving, *self._drawing.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel([sending, receiving, *self._drawing.values()])
 
     async def _receive(self) -> None:
         while True:

@@ -68,6 +68,7 @@ from dovetail.protocol.http import serving
 from dovetail.protocol.http.client_session import client_session
 from dovetail.protocol.messages import CommandResult, ModelRef, Offer, Register
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process.endings import cancel
 from dovetail.protocol.process.extras import installed_versions
 from dovetail.protocol.process.process_names import scorer_name
 
@@ -226,9 +227,7 @@ class Engines:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(self._tasks)
         if self._prepared is not None:
             await self._ppo.close()
             self._devices.close()

@@ -34,6 +34,7 @@ from dovetail.protocol import clock
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import Span, Step
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process.endings import cancel
 from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.protocol.wire import Array, SampleArrays
 
@@ -131,10 +132,7 @@ class PPOStage:
     async def close(self) -> None:
         """Cancel the open iterations, and a checkpoint or search that is still running."""
         await self._open.close()
-        for task in (self._saving, self._placing):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        await cancel(task for task in (self._saving, self._placing) if task is not None)
 
     async def begin(self) -> None:
         """Load the actor and the critic, and send their weights to the rollouts and scorers."""

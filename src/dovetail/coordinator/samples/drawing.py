@@ -24,13 +24,14 @@ from dovetail.coordinator.samples.kv_migration import KVMigration
 from dovetail.coordinator.samples.lineup import KIND, Turn
 from dovetail.coordinator.samples.migration_costs import Mechanism
 from dovetail.coordinator.samples.migrations import Leave, Migration, StopStrings
-from dovetail.coordinator.samples.requests import RequestRefused, Requests, ServerFailure, body, cancel
+from dovetail.coordinator.samples.requests import RequestRefused, Requests, ServerFailure, body
 from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.store.experts import reported_tokens
 from dovetail.coordinator.store.samples import Assignment, Key, Sample
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.coordinator.workers.fleet import Fleet, Instance, InstanceHealth
 from dovetail.manifest.types import Generation
+from dovetail.protocol.process.endings import cancel
 
 GATHER_SECONDS = 0.005
 # The maximum number of requests that are started at once. Thousands would block the event loop until connections time

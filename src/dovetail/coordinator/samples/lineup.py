@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from dovetail.coordinator.samples.allotment import Allotment, Left
 from dovetail.coordinator.workers.fleet import Fleet, Instance
+from dovetail.protocol.process.endings import cancel
 
 KIND = "rollout"
 T = TypeVar("T")
@@ -227,6 +228,4 @@ class OpenIterations(Generic[T]):
     async def close(self) -> None:
         """Cancel all open iterations. What they have stored stays in the store."""
         tasks, self._tasks = list(self._tasks.values()), {}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)

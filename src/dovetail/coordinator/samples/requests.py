@@ -19,6 +19,7 @@ from dovetail.coordinator.store.experts import checked_rows
 from dovetail.coordinator.workers.fleet import Instance
 from dovetail.manifest.types import Generation
 from dovetail.protocol.http.client_session import client_session, note_resent
+from dovetail.protocol.process.endings import cancel
 from dovetail.protocol.sample_stream import (
     FAILED,
     MOST_BYTES,
@@ -54,10 +55,10 @@ class RequestRefused(Exception):
 
 
 class _Draw:
-    """A request whose answer is awaited."""
+    """A request whose answer is awaited, with its fields as JSON and its token ids."""
 
-    def __init__(self, request: dict[str, Any], on_tokens: OnTokens) -> None:
-        self.request, self.on_tokens = request, on_tokens
+    def __init__(self, fields: bytes, tokens: Sequence[int], on_tokens: OnTokens) -> None:
+        self.fields, self.tokens, self.on_tokens = fields, tokens, on_tokens
         self.sent = self.answered = False
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -98,7 +99,8 @@ class Connection:
         """Ask for a sample, and pass its tokens on as they arrive. Returns after the tokens with a finish reason.
         Raises ServerFailure, RequestRefused, and _Unseen."""
         number, self._next = self._next, self._next + 1
-        draw = self._draws[number] = _Draw({**request, "number": number}, on_tokens)
+        fields = {key: value for key, value in request.items() if key != "token_ids"} | {"number": number}
+        draw = self._draws[number] = _Draw(json.dumps(fields).encode(), request["token_ids"], on_tokens)
         self._unsent.append(number)
         self._wake.set()
         try:
@@ -193,9 +195,9 @@ class Connection:
                 del self._aborts[:count]
                 self._log("requests.aborted", requests=count)
 
-    def _part(self) -> list[tuple[dict[str, Any], Sequence[int]]]:
+    def _part(self) -> list[tuple[bytes, Sequence[int]]]:
         """The next requests to send, as many as fit in a message."""
-        part: list[tuple[dict[str, Any], Sequence[int]]] = []
+        part: list[tuple[bytes, Sequence[int]]] = []
         taken = size = 0
         for number in self._unsent:
             if size > PART or len(part) == MOST_REQUESTS:
@@ -204,9 +206,8 @@ class Connection:
             draw = self._draws.get(number)
             if draw is not None:
                 draw.sent = True
-                fields = {key: value for key, value in draw.request.items() if key != "token_ids"}
-                part.append((fields, draw.request["token_ids"]))
-                size += len(json.dumps(fields)) + 4 * len(draw.request["token_ids"])
+                part.append((draw.fields, draw.tokens))
+                size += len(draw.fields) + 4 * len(draw.tokens)
         del self._unsent[:taken]
         return part
 
@@ -335,11 +336,3 @@ class Requests:
         if self._session is not None:
             await self._session.close()
             self._session = None
-
-
-async def cancel(tasks: Any) -> None:
-    """Cancel all tasks, and wait until they have ended."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

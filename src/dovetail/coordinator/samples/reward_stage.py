@@ -18,6 +18,7 @@ from dovetail.coordinator.samples.scoring import Finished, Inference, Scores
 from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.store.samples import Key, SampleTable, ScoreRow
 from dovetail.protocol.messages import Span
+from dovetail.protocol.process.endings import cancel
 from dovetail.protocol.process.process_names import COORDINATOR
 
 
@@ -69,10 +70,7 @@ class Rewards:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tasks: list[asyncio.Future[Any]] = [*self._tasks, *self._responses.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel([*self._tasks, *self._responses.values()])
 
     def add(self, finished: Iterable[Finished]) -> None:
         """Add samples to be rewarded."""

@@ -30,6 +30,7 @@ from dovetail.fusion.profile import MAX_BATCH_TOKENS, MIN_BATCH_TOKENS, STREAMED
 from dovetail.protocol.errors import error_text
 from dovetail.protocol.http.client_session import resend
 from dovetail.protocol.messages import ModelRef, Span
+from dovetail.protocol.process.endings import cancel
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 
 RETRY_SECONDS = 0.5
@@ -230,10 +231,8 @@ class Inference:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tasks = [*(batch.task for batch in self._busy.values()), *([self._task] if self._task is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = [batch.task for batch in self._busy.values()]
+        await cancel(tasks if self._task is None else [*tasks, self._task])
 
     def add(self, samples: Iterable[Finished]) -> None:
         """Add samples to be scored."""

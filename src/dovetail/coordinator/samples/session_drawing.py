@@ -19,7 +19,6 @@ from dovetail.coordinator.samples.drawing import Drawing, DrawingFollower
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.in_flight import Generated, GenerationError
 from dovetail.coordinator.samples.lineup import Turn
-from dovetail.coordinator.samples.requests import cancel
 from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.sessions.answer_reader import AnswerReader, Unreadable
 from dovetail.coordinator.sessions.bridge import Bridge
@@ -28,6 +27,7 @@ from dovetail.coordinator.sessions.play import Ending, Environment, Played, Play
 from dovetail.coordinator.store.episodes import EndedEpisode
 from dovetail.coordinator.store.samples import Key, Sample, State
 from dovetail.manifest.types import Generation, Sessions
+from dovetail.protocol.process.endings import cancel
 
 # Draws a turn, which is a pending sample, with at most so many tokens. Returns it when it is generated.
 Draw = Callable[[Sample, int], Awaitable[Sample]]

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from dovetail.protocol.errors import error_text
+from dovetail.protocol.process.endings import cancel
 
 
 class OneProcess(Protocol):
@@ -65,10 +66,7 @@ class Preparing(Generic[T]):
 
     async def close(self) -> None:
         """Cancel all preparations."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(self._tasks.values())
 
     async def _one(self, target: T) -> str | None:
         try:

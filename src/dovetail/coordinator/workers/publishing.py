@@ -19,6 +19,7 @@ import aiohttp
 from dovetail.coordinator.workers.offers import CALL_SECONDS, GRACE_SECONDS, ReceiverError, post, push_offer
 from dovetail.coordinator.workers.trainer_group import TrainerError, TrainerGroup
 from dovetail.protocol.messages import CALLED_OFF, PROBE_HEADER, CommandResult, Offer, Probe, Publish, Receiver, SendOn
+from dovetail.protocol.process.endings import cancel
 
 PROBE_SECONDS = 60.0
 # This header of vLLM selects the data-parallel engine.
@@ -239,9 +240,7 @@ class Publisher:
             raise
         finally:
             self._expected.pop(key, None)
-            if not sending.done():
-                sending.cancel()
-                await asyncio.gather(sending, return_exceptions=True)
+            await cancel([sending])
         if any(target.kind == "rollout" for target in targets):
             self._remember(version, result.probe)
         unproved = await self._prove(version, [t for t in targets if errors[t.name] is None], result.probe)

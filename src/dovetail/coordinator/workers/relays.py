@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dovetail.coordinator.workers.publishing import Target
+from dovetail.protocol.process.endings import cancel
 
 # If this many servers could not send to a receiver, the receiver may be the cause. It then gets its weights from the
 # trainers.
@@ -151,10 +152,7 @@ class Relays:
 
     async def close(self) -> None:
         """Cancel all transfers."""
-        tasks = [*self._given_up, *(relay.task for relay in self._running.values())]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel([*self._given_up, *(relay.task for relay in self._running.values())])
 
     async def _transfer(self, version: int, sender: Target, receiver: Target) -> None:
         began = self._clock()

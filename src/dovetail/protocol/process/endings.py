@@ -1,15 +1,18 @@
-"""How processes end: with which exit codes, with their parent, and why, as their logs say.
+"""How processes and tasks end: with which exit codes, with their parent, and why, as their logs say.
 
 The local launcher and Kubernetes' Jobs act on exit codes. 0 means done. Any other code is a crash, and the process is
 restarted. Python itself uses 1 for a crash."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import re
 import signal
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 # The configuration is wrong. A restart does not help, and the job fails.
 BAD_CONFIGURATION = 2
@@ -34,6 +37,14 @@ def die_with_parent(sig: int = signal.SIGKILL) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(sig), 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl({_PR_SET_PDEATHSIG}): {os.strerror(error)}")
+
+
+async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel all tasks, and wait until they have ended. What they raise is dropped."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def size(path: Path) -> int:
