@@ -48,6 +48,23 @@ def test_an_entry_is_kept_until_its_time_is_over() -> None:
     assert held.nbytes == 0
 
 
+def test_an_entry_that_comes_again_is_kept_anew() -> None:
+    clock = Clock()
+    held = HeldBlocks(10_000, 30.0, lambda: 7, clock)
+    held.refuse("a")
+    clock.now += 10
+    assert held.put("b", entry())
+    clock.now += 15
+    assert held.put("a", entry())
+    clock.now += 10
+    assert held.get("a") is not None
+    clock.now += 10
+    assert held.get("b") is None
+    assert held.get("a") is not None
+    clock.now += 11
+    assert held.get("a") is None
+
+
 def test_no_entry_survives_its_weight_version() -> None:
     version: list[int | None] = [7]
     held = HeldBlocks(10_000, 30.0, lambda: version[0])

@@ -41,7 +41,9 @@ class HeldBlocks:
         self._seconds = seconds
         self._weights = weights
         self._clock = clock
-        self._entries: dict[str, tuple[float, Held | None]] = {}  # None if refused
+        # In the order of their ends. None if refused.
+        self._entries: dict[str, tuple[float, Held | None]] = {}
+        self._purged_at: int | None = None  # the version to which all entries belong
         self._changed = threading.Condition()
 
     @property
@@ -62,16 +64,14 @@ class HeldBlocks:
         if not self.may_hold(held.weights, held.nbytes):
             return False
         with self._changed:
-            self._entries[key] = (self._clock() + self._seconds, held)
-            self._changed.notify_all()
+            self._keep(key, held)
         return True
 
     def refuse(self, key: str) -> None:
         """Record that this entry will never come. Whoever waits for it, now or later, is told at once."""
         with self._changed:
             self._purge()
-            self._entries[key] = (self._clock() + self._seconds, None)
-            self._changed.notify_all()
+            self._keep(key, None)
 
     def get(self, key: str, wait: float = 0.0) -> Held | None:
         """The entry, or None. If its request is just being aborted, this waits up to `wait` seconds."""
@@ -95,13 +95,19 @@ class HeldBlocks:
         with self._changed:
             self._entries.clear()
 
+    def _keep(self, key: str, held: Held | None) -> None:
+        self._entries.pop(key, None)
+        self._entries[key] = (self._clock() + self._seconds, held)
+        self._changed.notify_all()
+
     def _purge(self) -> None:
+        """Every request of a server is refused or put, so this must not look at all entries."""
         now, weights = self._clock(), self._weights()
-        self._entries = {
-            key: (end, held)
-            for key, (end, held) in self._entries.items()
-            if now < end and (held is None or held.weights == weights)
-        }
+        while self._entries and now >= next(iter(self._entries.values()))[0]:
+            del self._entries[next(iter(self._entries))]
+        if weights != self._purged_at:
+            kept = {k: e for k, e in self._entries.items() if e[1] is None or e[1].weights == weights}
+            self._entries, self._purged_at = kept, weights
 
     def _used(self) -> int:
         return sum(held.nbytes for _, held in self._entries.values() if held is not None)
