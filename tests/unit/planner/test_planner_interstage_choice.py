@@ -34,6 +34,7 @@ def test_fusion_pays_where_there_is_a_tail_and_is_off_where_there_is_none() -> N
     assert "5 iterations" in flat.reason
     alone = ThresholdController("Auto", 1024).decide([128] * 64, [gpu()])
     assert alone.threshold is None, "a single instance has nowhere to migrate to"
+    assert list(alone.scanned) == [0.0], "thresholds at which nothing migrates are all the same"
 
 
 @pytest.mark.slow

@@ -139,7 +139,10 @@ class ThresholdController:
             return [OFF, (self._setting, True)]
         if self._setting == "Off" or not profiles:
             return [OFF]
-        found: list[Choice] = [OFF, (0.0, False), *((fraction, False) for fraction in SCANNED)]
+        found: list[Choice] = [OFF, (0.0, False)]
+        if len(profiles) == 1:  # nothing can migrate
+            return found
+        found += [(fraction, False) for fraction in SCANNED]
         if any(p.bs_max < p.max_samples for p in profiles):
             found += [(fraction, True) for fraction in SCANNED]
         return found
