@@ -147,6 +147,48 @@ def test_blocks_of_sequences_attend_as_each_by_itself(
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_short_sequences_of_one_shape_are_computed_together_with_the_same_bits(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight answers to each of two prompts: what they give must not depend on which of them are there."""
+    calls = []
+    whole = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(*arguments: Any, **options: Any) -> torch.Tensor:
+        calls.append(arguments[0].shape)
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    lengths = [7, *(1 + i % 3 for i in range(8)), 7, *(1 + i % 3 for i in range(8))]
+    prefixes = [None, *[0] * 8, None, *[9] * 8]
+
+    def attended(chosen: list[int]) -> list[list[torch.Tensor]]:
+        """The output of each sequence, and the gradients of its queries, keys and values."""
+        packing = Packing(
+            tuple(lengths[i] for i in chosen),
+            tuple(None if prefixes[i] is None else chosen.index(prefixes[i]) for i in chosen),
+            torch.device("cpu"),
+        )
+        found = [
+            [torch.randn(1, heads, lengths[i], 16, generator=torch.Generator().manual_seed(3 * i + k)) for i in chosen]
+            for k, heads in enumerate((4, 2, 2))
+        ]
+        inputs = [torch.cat(parts, 2).requires_grad_() for parts in found]
+        output = attend(torch.nn.Module(), *inputs, None, packing=packing, sliding_window=window)[0]
+        output.sin().sum().backward()
+        return [list(output.split(packing.lengths, 1)), *(list(x.grad.split(packing.lengths, 2)) for x in inputs)]
+
+    together = attended(list(range(len(lengths))))
+    assert len(calls) == 4, "prompts, and answers of three lengths"
+    for prompt in (0, 9):
+        for answer in range(prompt + 1, prompt + 9):
+            alone = attended([prompt, answer])
+            for everyone, pair in zip(together, alone, strict=True):
+                assert torch.equal(everyone[answer], pair[1])
+            assert torch.equal(together[0][prompt], alone[0][0])
+
+
 @pytest.mark.parametrize("prefixes", [PREFIXES, None], ids=["prefixes", "none"])
 @pytest.mark.parametrize("scores", [{"softcap": 2.0}, {"s_aux": SINKS, "sliding_window": 4}, {"s_aux": SINKS}])
 def test_scores_of_some_queries_at_a_time_are_the_same(

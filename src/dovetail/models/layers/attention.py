@@ -20,6 +20,8 @@ from dovetail.protocol.budgets import RESPONSE_BLOCK, SCORE_BYTES
 NAME = "dovetail"
 # The widest head of torch's flash attention, which computes all sequences in one call.
 _LARGEST_HEAD = 192
+# On CPUs, sequences that attend to at most so many keys are computed with others of the same shape.
+_SHORT = 4 * RESPONSE_BLOCK
 
 
 class Reach(NamedTuple):
@@ -95,7 +97,7 @@ def attend(
         return flash(query, key, value, packing, scaling, sliding_window), None
     if query.is_cuda:
         return by_blocks(query, key, value, packing, scores), None
-    # On a CPU, sequences run one by one. That is as fast as a block of them, and needs no padding.
+    # On a CPU, sequences run one by one, or with others of their length. That is as fast as a padded block of them.
     return _by_sequences(query, _joined(module, key, value, packing), packing, scores), None
 
 
@@ -139,17 +141,28 @@ def _by_sequences(
 ) -> Tensor:
     """Does the work of `attend` for one sequence after another. The tokens after a prefix or cache are computed in
     blocks (`RESPONSE_BLOCK`). The operands of each block have the same shapes and strides, however the sequence is
-    divided into parts."""
-    outputs = []
+    divided into parts. Short blocks of the same shape are computed in one call, which gives the same bits for less."""
+    blocks: list[tuple[Tensor, Tensor, Tensor]] = []
+    alike: dict[tuple[int, ...], list[int]] = {}
+    plain = scores.softcap is None and scores.sinks is None
     for q, (k, v), before in zip(query.split(packing.lengths, dim=2), joined, packing.before, strict=True):
-        if not before:
-            outputs.append(_one(q, k, v, None, scores))
-            continue
-        for start in range(0, q.shape[2], RESPONSE_BLOCK):
-            rows, end = q[:, :, start : start + RESPONSE_BLOCK], before + start + RESPONSE_BLOCK
-            keys, values = k[:, :, :end].contiguous(), v[:, :, :end].contiguous()
-            outputs.append(_one(rows, keys, values, before + start, scores))
-    return torch.cat(outputs, dim=1)
+        for start in range(0, q.shape[2], RESPONSE_BLOCK if before else q.shape[2]):
+            rows, end = slice(start, start + RESPONSE_BLOCK), before + start + RESPONSE_BLOCK
+            block = (q[:, :, rows], k[:, :, :end], v[:, :, :end]) if before else (q, k, v)
+            shape = block[0].shape[2], block[1].shape[2], before + start
+            # What is computed together is copied together, which only short sequences are worth.
+            alone = () if plain and shape[1] <= _SHORT else (len(blocks),)
+            alike.setdefault((*shape, *alone), []).append(len(blocks))
+            blocks.append(block)
+    outputs: dict[int, Tensor] = {}
+    for (_, _, before, *_), places in alike.items():
+        if len(places) > 1:
+            q, k, v = (torch.cat(parts) for parts in zip(*(blocks[place] for place in places), strict=True))
+        else:
+            q, k, v = blocks[places[0]]
+            k, v = (k.contiguous(), v.contiguous()) if before else (k, v)
+        outputs |= zip(places, _one(q, k, v, before or None, scores).split(1), strict=True)
+    return torch.cat([outputs[place] for place in range(len(blocks))], dim=1)
 
 
 def in_one_call(dtype: torch.dtype, width: int) -> bool:
