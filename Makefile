@@ -14,7 +14,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV_VERSION := 0.13.9
 STAMP := $(VENV)/.installed
-MODEL_INFOS := $(VENV)/share/dovetail/vllm-model-infos
 KERNELS := $(VENV)/.kernels
 PYTEST_ARGS ?=
 # Tests run in so many processes. Two of them mostly wait for clusters, and the others keep two cores busy.
@@ -44,11 +43,6 @@ $(STAMP): requirements/cpu.txt pyproject.toml | $(BIN)/uv
 	@OMP_NUM_THREADS=1 $(BIN)/python hack/compile_imports.py
 	@touch $@
 
-# What a rollout image has, for the pods of test clusters: each vLLM server would take ten seconds to find it out.
-$(MODEL_INFOS): $(STAMP)
-	$(BIN)/python -m dovetail.rollout.serving.model_infos
-	@touch $@
-
 # The kernels of the schedule search. A user's first search, and several processes of a test run, would each compile
 # them.
 $(KERNELS): $(STAMP) $(shell grep -lE '^@(light_)?kernel' -r src/dovetail/pipelines --include=*.py)
@@ -69,14 +63,14 @@ lint: install ## Ruff, mypy and stale generated files
 	$(BIN)/mypy
 	$(BIN)/python hack/generate.py --check
 
-test: lint tools $(MODEL_INFOS) $(KERNELS) ## The whole test suite
+test: lint tools $(KERNELS) ## The whole test suite
 	@$(DEVCLUSTER) build --where-supported >/dev/null
 	$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 
 test-fast: install tools $(KERNELS) ## Tests that start no vLLM servers or trainers, each within half a CPU second or so
 	$(PYTEST) -m "not slow and not nightly" -o testpaths=tests/unit $(PYTEST_ARGS)
 
-test-nightly: lint tools $(MODEL_INFOS) $(KERNELS) ## The whole test suite, and the long drills in all their variants
+test-nightly: lint tools $(KERNELS) ## The whole test suite, and the long drills in all their variants
 	@$(DEVCLUSTER) build --where-supported >/dev/null
 	$(PYTEST) $(PYTEST_ARGS)
 

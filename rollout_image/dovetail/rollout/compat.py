@@ -149,9 +149,16 @@ PRIVATE = (
     Private(
         "vllm.model_executor.models.registry:_LazyRegisteredModel._get_cache_filename", SEEN, "the file of one class"
     ),
+    Private(
+        "vllm.model_executor.models.registry:_run_in_subprocess",
+        SEEN,
+        "it imports vLLM for ten seconds to look at a class, lest CUDA begins; on CPUs the server looks itself",
+    ),
     Private("vllm.v1.engine.async_llm:AsyncLLM.generate", SEEN, "samples are drawn without an HTTP request for each"),
     Private("vllm.inputs:tokens_input", SEEN, "a prompt of token ids for it"),
     Private("vllm.sampling_params:SamplingParams.flat_logprobs", SEEN, "log-probabilities as numbers, not as objects"),
+    Private("vllm.sampling_params:SamplingParams.skip_clone", SEEN, "an eighth of the work for a request is its copy"),
+    Private("vllm.envs:enable_envs_cache", SEEN, "the API server would read variables of its environment per request"),
     Private("vllm.logprobs:FlatLogprobs", SEEN, "where these numbers are"),
     Private("vllm.exceptions:VLLMClientError", SEEN, "errors of a request, which no other server would draw either"),
 )
@@ -350,6 +357,13 @@ class WrongRequest(ValueError):
     """vLLM will not draw this sample, on no server."""
 
 
+def keep_environment() -> None:
+    """Let vLLM read the variables of its environment only once from now on, as its engine cores do."""
+    from vllm.envs import enable_envs_cache
+
+    enable_envs_cache()
+
+
 async def draw(
     engine: Any, tokens: list[int], fields: dict[str, Any], kv_transfer: dict[str, Any] | None, request_id: str
 ) -> AsyncGenerator[tuple[list[int], list[float], str | None, Any], None]:
@@ -362,7 +376,8 @@ async def draw(
     from vllm.sampling_params import SamplingParams
 
     try:
-        params = msgspec.convert({**fields, "flat_logprobs": True}, SamplingParams)
+        # These parameters are of this request alone, so vLLM need not copy them deeply.
+        params = msgspec.convert({**fields, "flat_logprobs": True, "skip_clone": True}, SamplingParams)
     except (ValueError, TypeError) as error:
         raise WrongRequest(str(error)) from error
     if kv_transfer is not None:
@@ -410,6 +425,14 @@ def fork_engine_core() -> None:
 
     check_and_update_config.forks = True  # type: ignore[attr-defined]
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def inspect_models_here() -> None:
+    """Let vLLM look at a model's class in this process (CPU only). It would start another one, which imports vLLM
+    anew."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
 
 
 def replace_triton_kernels() -> None:

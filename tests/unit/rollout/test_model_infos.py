@@ -32,6 +32,24 @@ def test_a_server_with_an_empty_cache_uses_what_its_image_brings(tmp_path, monke
     assert [path.name for path in compat.model_infos().iterdir()] == [name]
 
 
+def test_a_server_on_cpus_starts_no_process_to_find_out(tmp_path, monkeypatch):
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import registry
+
+    found = ModelRegistry.models[QWEN3].inspect_model_cls()
+
+    def refused(*_, **__):
+        raise AssertionError("vLLM starts a process to find out")
+
+    monkeypatch.setattr(registry.subprocess, "run", refused)
+    monkeypatch.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)  # put back at the end
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    with pytest.raises(AssertionError, match="starts a process"):
+        ModelRegistry.models[QWEN3].inspect_model_cls()
+    compat.inspect_models_here()
+    assert ModelRegistry.models[QWEN3].inspect_model_cls() == found
+
+
 def test_what_is_written_is_what_is_brought(tmp_path, monkeypatch, capsys):
     """A class that cannot be imported where the image is built is left to the server."""
     cache = tmp_path / "cache"

@@ -1,7 +1,8 @@
-"""Provides what vLLM must know about a model's class before it serves the model.
+"""Provides what vLLM must know about a model's class before it serves the model on GPUs.
 
 vLLM imports the class in a process of its own, which takes about ten seconds, and keeps the answer below
-VLLM_CACHE_ROOT. A pod starts with an empty cache, so an image contains the answers:
+VLLM_CACHE_ROOT. (A server on CPUs looks itself: `compat.inspect_models_here`.) A pod starts with an empty cache, so an
+image contains the answers:
 
     python -m dovetail.rollout.serving.model_infos
 

@@ -14,7 +14,7 @@ from dovetail.protocol.messages import KVAbility, SendOn
 from dovetail.protocol.process.pulse import BEAT_SECONDS, Pulse
 from dovetail.protocol.sample_stream import ROUTE, FrameError
 from dovetail.protocol.sampling import COUNTER_SAMPLER, Sampler
-from dovetail.rollout.compat import uses_v2_runner
+from dovetail.rollout.compat import keep_environment, uses_v2_runner
 from dovetail.rollout.kv.kv_config import CONNECTORS
 from dovetail.rollout.serving.sample_connection import GivenUp, SampleConnection
 from dovetail.rollout.serving.weights_worker import SENDING_WORKER
@@ -229,6 +229,7 @@ class InfoRoutes:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         if engine_client is not None:
+            keep_environment()
             self._beating = asyncio.create_task(beat(engine_client, Pulse.read()))
             config = engine_client.vllm_config
             STATE.max_model_len = int(config.model_config.max_model_len)

@@ -311,7 +311,13 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     from dovetail.protocol.process.endings import die_with_parent
-    from dovetail.rollout.compat import allow_experts_on_cpus, fork_engine_core, parse_serve_arguments, run_server
+    from dovetail.rollout.compat import (
+        allow_experts_on_cpus,
+        fork_engine_core,
+        inspect_models_here,
+        parse_serve_arguments,
+        run_server,
+    )
     from dovetail.rollout.serving.model_infos import use_brought
     from dovetail.rollout.serving.register import Registrar
     from dovetail.rollout.serving.routes import STATE, UnsuitableRunner
@@ -325,9 +331,11 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
         STATE.kv = kv.ability
     if on_cpu:
         fork_engine_core()
+        inspect_models_here()
         if experts:
             allow_experts_on_cpus()
-    use_brought()
+    else:
+        use_brought()
     # A forked engine core has loaded its plug-ins already, so it does not call `register`.
     os.register_at_fork(after_in_child=die_with_parent)
 
