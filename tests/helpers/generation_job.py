@@ -13,6 +13,7 @@ import numpy as np
 from dovetail.coordinator.samples.drawing import DrawingFollower
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.in_flight import Generated, GenerationSettings
+from dovetail.coordinator.samples.scoring import Finished
 from dovetail.coordinator.store.samples import Key, NewSample, Sample, State
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet, Timeouts
@@ -42,8 +43,14 @@ class Following(DrawingFollower):
     def __init__(self, job: Job, tail: Tail | None, on_progress: Callable[[int, int, int], None] | None) -> None:
         self.job, self.tail, self.on_progress = job, tail, on_progress
 
-    def finished(self, sample: Sample) -> None:
-        self.job.finished.append(sample)
+    def finished(self, samples: Sequence[Finished]) -> None:
+        for told in samples:
+            stored = self.job.store.samples.get(told.key)
+            assert (told.prompt.tolist(), told.response.tolist()) == (
+                stored.prompt_tokens.tolist(),
+                stored.tokens.tolist(),
+            )
+            self.job.finished.append(stored)
 
     def progress(self, done: int, total: int, tokens: int) -> None:
         self.job.progress.append((done, total, tokens))

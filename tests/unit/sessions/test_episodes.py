@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from dovetail.coordinator.rewards.earned import earned
 from dovetail.coordinator.samples.drawing import DrawingFollower
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.in_flight import Generated, GenerationError
+from dovetail.coordinator.samples.scoring import Finished
 from dovetail.coordinator.samples.session_drawing import Episodes
 from dovetail.coordinator.sessions.effects import Failed, MayBeMade, NotMade, ToolCall
 from dovetail.coordinator.store.episodes import episode_facts
@@ -141,10 +142,10 @@ class Games:
 
 class Told(DrawingFollower):
     def __init__(self) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[Finished] = []
 
-    def finished(self, sample: Sample) -> None:
-        self.samples.append(sample)
+    def finished(self, samples: Sequence[Finished]) -> None:
+        self.samples += samples
 
 
 PROMPTS, EACH = 3, 2

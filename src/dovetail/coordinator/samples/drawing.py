@@ -9,6 +9,8 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from dovetail.coordinator.samples.dispatch import Speeds, excess, place
 from dovetail.coordinator.samples.in_flight import (
     Generated,
@@ -25,6 +27,7 @@ from dovetail.coordinator.samples.lineup import KIND, Turn
 from dovetail.coordinator.samples.migration_costs import Mechanism
 from dovetail.coordinator.samples.migrations import Leave, Migration, StopStrings
 from dovetail.coordinator.samples.requests import RequestRefused, Requests, ServerFailure, body
+from dovetail.coordinator.samples.scoring import Finished
 from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.store.experts import reported_tokens
 from dovetail.coordinator.store.samples import Assignment, Key, Sample
@@ -55,9 +58,9 @@ class DrawingFollower:
         """The number of samples that will be added to the drawing. It goes on until there are none."""
         return 0
 
-    def finished(self, sample: Sample) -> None:
-        """A sample is stored as generated. Samples that were generated before, or that are stored while the drawing is
-        cancelled or fails, are not told. Ask the store for these."""
+    def finished(self, samples: Sequence[Finished]) -> None:
+        """These samples are stored as generated. Samples that were generated before, or that are stored while the
+        drawing is cancelled or fails, are not told. Ask the store for these."""
 
     def progress(self, done: int, total: int, tokens: int) -> None:
         """Samples and tokens so far. It is called after each flush."""
@@ -230,10 +233,11 @@ class Drawing:
                 self._pending = sorted([*self._pending, *unfinished], key=lambda w: w.key)
                 result.retries += sum(work.ending is None for work in unfinished)
             self._gather()
-            for key in done:
-                result.samples += 1
-                self._follower.finished(self._store.samples.get(key))
             if done:
+                result.samples += len(done)
+                self._follower.finished(
+                    [Finished(w.key, np.array(w.prompt, np.int32), np.array(w.tokens, np.int32)) for w in done]
+                )
                 result.tail.append((time.time(), len(self._pending) + len(self._flying)))
             result.tokens = sum(a.tokens for a in self._flying.activity.values())
             self._follower.progress(result.samples, self._total, result.tokens)

@@ -306,7 +306,7 @@ class InFlight:
         for each in (self._works, self._on, self._changed, self._ended):
             each.clear()
 
-    def flush(self, seconds: float, most: int | None = None) -> list[Key]:
+    def flush(self, seconds: float, most: int | None = None) -> list[Work]:
         """Store the tokens since the last flush, `seconds` ago. Returns the samples that are now finished, at most
         `most` of them. `late` says whether others are left for the next flush. Raises StoreError."""
         deltas: list[Delta] = []
@@ -343,7 +343,7 @@ class InFlight:
             if delta.experts is not None:
                 work.reported = max(work.reported, delta.experts[0] + tokens_of(delta.experts[1]))
             if delta.finish_reason is not None:
-                done.append(work.key)
+                done.append(work)
                 activity.samples += 1
                 self._remove(work)
                 self._fleet.succeeded(work.instance)

@@ -25,18 +25,6 @@ LEG_SECONDS = 10.0
 GENERATE = "/inference/v1/generate"
 
 
-def ability(instance: Instance) -> KVAbility | None:
-    """The KV cache transfer that an instance announces. None if it announces nothing, or nothing that this coordinator
-    understands."""
-    announced = instance.abilities.get("kv")
-    if announced is None:
-        return None
-    try:
-        return KVAbility.model_validate(announced)
-    except ValidationError:
-        return None
-
-
 class KVMigration:
     """The KV cache transfers of a job. `moves` has the number of samples that changed servers, by mechanism. `nbytes`
     is the number of bytes of KV cache that were requested."""
@@ -44,6 +32,8 @@ class KVMigration:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._costs: dict[tuple[str, str], MeasuredCosts] = {}
+        # What each instance announced last, and the same as a KVAbility.
+        self._abilities: dict[str, tuple[Any, KVAbility | None]] = {}
         self.moves: Counter[Mechanism] = Counter()
         self.nbytes = 0
 
@@ -78,13 +68,13 @@ class KVMigration:
     def left(self, source: Instance, request_id: str) -> Departure | None:
         """Where the KV cache is after `source` aborted a request that had generated tokens. `source` is the state of
         the instance when the request began."""
-        if source.weight_version is None or ability(source) is None:
+        if source.weight_version is None or self._ability(source) is None:
             return None
         return Departure(source, request_id, source.weight_version, self._clock())
 
     def _hold(self, instance: Instance, key: str) -> dict[str, Any]:
         """The kv_transfer_params that make a later move of a request possible."""
-        kv = ability(instance)
+        kv = self._ability(instance)
         if kv is None or kv.transport != "tcp" or instance.weight_version is None:
             return {}
         least = self._measured(kv).costs.least_tokens()
@@ -99,7 +89,7 @@ class KVMigration:
         empty if the tokens are to be prefilled."""
         if departure is None or self._clock() - departure.time > FRESH_SECONDS:
             return {}
-        there, here = ability(departure.source), ability(target)
+        there, here = self._ability(departure.source), self._ability(target)
         if (
             there is None
             or here is None
@@ -116,12 +106,25 @@ class KVMigration:
 
     def _moved(self, target: Instance, mechanism: Mechanism, tokens: int, seconds: float) -> None:
         self.moves[mechanism] += 1
-        kv = ability(target)
+        kv = self._ability(target)
         if kv is not None:
             measured = self._measured(kv)
             measured.measured(mechanism, tokens, seconds)
             if mechanism is Mechanism.KV:
                 self.nbytes += measured.costs.nbytes(tokens)
+
+    def _ability(self, instance: Instance) -> KVAbility | None:
+        """The KV cache transfer that an instance announces. None if it announces nothing, or nothing that this
+        coordinator understands."""
+        announced = instance.abilities.get("kv")
+        known = self._abilities.get(instance.name)
+        if known is None or known[0] != announced:
+            try:
+                found = None if announced is None else KVAbility.model_validate(announced)
+            except ValidationError:
+                found = None
+            known = self._abilities[instance.name] = announced, found
+        return known[1]
 
     def _measured(self, kv: KVAbility) -> MeasuredCosts:
         """The measured costs, shared by servers of one kind."""

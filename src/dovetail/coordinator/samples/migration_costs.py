@@ -54,26 +54,24 @@ class MeasuredCosts:
     """The assumed costs, scaled for each mechanism by the ratio of measured to assumed seconds. Older measurements
     count less.
 
-    A mechanism that was not used yet keeps its assumed cost."""
+    A mechanism that was not used yet keeps its assumed cost. `costs` has the scaled ones."""
 
     def __init__(self, assumed: MigrationCosts) -> None:
         self._assumed = assumed
         self._ratio: dict[Mechanism, float] = {}
+        self.costs = assumed
 
     def measured(self, mechanism: Mechanism, tokens: int, seconds: float) -> None:
         ratio = seconds / self._assumed.seconds(mechanism, tokens)
         if ratio > 0:
             old = self._ratio.get(mechanism, ratio)
             self._ratio[mechanism] = old + SMOOTHING * (ratio - old)
-
-    @property
-    def costs(self) -> MigrationCosts:
-        tokens, kv = (self._ratio.get(m, 1.0) for m in (Mechanism.TOKENS, Mechanism.KV))
+        prefill, moved = (self._ratio.get(m, 1.0) for m in (Mechanism.TOKENS, Mechanism.KV))
         a = self._assumed
-        return replace(
+        self.costs = replace(
             a,
-            prefill_seconds_per_token=a.prefill_seconds_per_token * tokens,
-            tokens_fixed_seconds=a.tokens_fixed_seconds * tokens,
-            kv_fixed_seconds=a.kv_fixed_seconds * kv,
-            bytes_per_second=a.bytes_per_second / kv,
+            prefill_seconds_per_token=a.prefill_seconds_per_token * prefill,
+            tokens_fixed_seconds=a.tokens_fixed_seconds * prefill,
+            kv_fixed_seconds=a.kv_fixed_seconds * moved,
+            bytes_per_second=a.bytes_per_second / moved,
         )

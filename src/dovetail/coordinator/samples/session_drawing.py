@@ -19,6 +19,7 @@ from dovetail.coordinator.samples.drawing import Drawing, DrawingFollower
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.in_flight import Generated, GenerationError
 from dovetail.coordinator.samples.lineup import Turn
+from dovetail.coordinator.samples.scoring import Finished
 from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.sessions.answer_reader import AnswerReader, Unreadable
 from dovetail.coordinator.sessions.bridge import Bridge
@@ -69,7 +70,7 @@ class Episodes:
         GenerationError if an episode cannot be played."""
         await self._open()
         pending = self._store.samples.samples(turn.iteration, State.PENDING)
-        playing = _Playing(pending, self._play, follower or DrawingFollower())
+        playing = _Playing(pending, self._play, follower or DrawingFollower(), self._store.samples.get)
         try:
             done = await self._generator.draw(turn, [], playing, generation)
         finally:
@@ -192,16 +193,17 @@ class Episodes:
 
 
 class _Playing(DrawingFollower):
-    """The episodes of one iteration that are being played. `tail` has pairs (seconds since the epoch, episodes
-    left)."""
+    """The episodes of one iteration that are being played. `stored` reads a turn. `tail` has pairs (seconds since the
+    epoch, episodes left)."""
 
     def __init__(
         self,
         samples: Sequence[Sample],
         play: Callable[[Sample, Draw], Coroutine[Any, Any, list[Sample]]],
         follower: DrawingFollower,
+        stored: Callable[[Key], Sample],
     ) -> None:
-        self._samples, self._play, self._follower = samples, play, follower
+        self._samples, self._play, self._follower, self._stored = samples, play, follower, stored
         self._tasks = set[asyncio.Task[list[Sample]]]()
         self._turns: dict[Key, asyncio.Future[Sample]] = {}
         self._error: BaseException | None = None
@@ -222,8 +224,9 @@ class _Playing(DrawingFollower):
     def waiting(self) -> int:
         return len(self._tasks) - len(self._turns)
 
-    def finished(self, sample: Sample) -> None:
-        self._turns.pop(sample.key).set_result(sample)
+    def finished(self, samples: Sequence[Finished]) -> None:
+        for sample in samples:
+            self._turns.pop(sample.key).set_result(self._stored(sample.key))
 
     def progress(self, done: int, total: int, tokens: int) -> None:
         if self._error is not None:
@@ -245,8 +248,7 @@ class _Playing(DrawingFollower):
             self._error = self._error or error
             return
         self._note()
-        for sample in task.result():
-            self._follower.finished(sample)
+        self._follower.finished([Finished(s.key, s.prompt_tokens, s.tokens) for s in task.result()])
 
     def _note(self) -> None:
         self.tail.append((time.time(), len(self._tasks)))

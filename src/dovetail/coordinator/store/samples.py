@@ -305,7 +305,7 @@ class SampleTable:
         accepted = []
         with self._db.transaction() as db:
             for delta in deltas:
-                if len(delta.tokens) != len(delta.logprobs) or not self._extend(db, delta):
+                if len(delta.tokens) != len(delta.logprobs) or not self._append(db, delta):
                     state, attempt, kept = self._row(db, delta.key, "state, attempt, kept")
                     if delta.attempt != attempt or state not in (State.GENERATING, State.MIGRATING):
                         accepted.append(False)
@@ -314,15 +314,8 @@ class SampleTable:
                         f"{delta.key}: {len(delta.tokens)} tokens and {len(delta.logprobs)} log-probabilities for"
                         f" position {delta.start}, but {kept} tokens are stored"
                     )
-                if len(delta.tokens):
-                    db.execute(
-                        "INSERT INTO chunks VALUES (?,?,?,?,?,?)",
-                        (*delta.key, delta.start, _int32(delta.tokens), _float32(delta.logprobs)),
-                    )
                 if delta.experts is not None:
                     db.execute("INSERT INTO experts VALUES (?,?,?,?,?,?)", (*delta.key, delta.attempt, *delta.experts))
-                if delta.finish_reason is not None:
-                    self._finish(db, delta.key, delta.finish_reason)
                 accepted.append(True)
         return accepted
 
@@ -505,35 +498,35 @@ class SampleTable:
         rows = db.execute(f"SELECT tokens, logprobs FROM chunks WHERE {WHERE} ORDER BY start", key).fetchall()
         return b"".join(r[0] for r in rows), b"".join(r[1] for r in rows)
 
-    @staticmethod
-    def _extend(db: sqlite3.Connection, delta: Delta) -> bool:
-        """Count a delta's tokens. Returns False unless they follow those stored for the current assignment."""
-        cursor = db.execute(
-            f"UPDATE samples SET kept=? WHERE {WHERE} AND attempt=? AND kept=? AND state IN (?,?)",
-            (
-                delta.start + len(delta.tokens),
-                *delta.key,
-                delta.attempt,
-                delta.start,
-                State.GENERATING,
-                State.MIGRATING,
-            ),
-        )
-        return cursor.rowcount == 1
+    def _append(self, db: sqlite3.Connection, delta: Delta) -> bool:
+        """Store a delta's tokens, and finish the response if it has a reason. Returns False, and stores nothing, unless
+        the tokens follow those stored for the current assignment."""
+        tokens, logprobs = _int32(delta.tokens), _float32(delta.logprobs)
+        where = f"{WHERE} AND attempt=? AND kept=? AND state IN (?,?)"
+        current = (*delta.key, delta.attempt, delta.start, State.GENERATING, State.MIGRATING)
+        kept = delta.start + len(delta.tokens)
+        if delta.finish_reason is None:
+            if not db.execute(f"UPDATE samples SET kept=? WHERE {where}", (kept, *current)).rowcount:
+                return False
+            if tokens:
+                db.execute("INSERT INTO chunks VALUES (?,?,?,?,?,?)", (*delta.key, delta.start, tokens, logprobs))
+            return True
+        before = self._chunks(db, delta.key) if delta.start else (b"", b"")
+        whole = before[0] + tokens, before[1] + logprobs
+        if not db.execute(
+            f"UPDATE samples SET kept=?, state=?, response=?, logprobs=?, finish_reason=? WHERE {where}",
+            (kept, State.GENERATED, *whole, delta.finish_reason, *current),
+        ).rowcount:
+            return False
+        if delta.start:
+            db.execute(f"DELETE FROM chunks WHERE {WHERE}", delta.key)
+        return True
 
     def _truncate(self, db: sqlite3.Connection, key: Key, keep: int) -> None:
         tokens, logprobs = self._chunks(db, key)
         db.execute(f"DELETE FROM chunks WHERE {WHERE}", key)
         if keep:
             db.execute("INSERT INTO chunks VALUES (?,?,?,?,?,?)", (*key, 0, tokens[: 4 * keep], logprobs[: 4 * keep]))
-
-    def _finish(self, db: sqlite3.Connection, key: Key, reason: str) -> None:
-        tokens, logprobs = self._chunks(db, key)
-        db.execute(
-            f"UPDATE samples SET state=?, response=?, logprobs=?, finish_reason=? WHERE {WHERE}",
-            (State.GENERATED, tokens, logprobs, reason, *key),
-        )
-        db.execute(f"DELETE FROM chunks WHERE {WHERE}", key)
 
     def _select(self, db: sqlite3.Connection, where: str, arguments: Sequence[Any]) -> list[Sample]:
         rows = db.execute(

@@ -15,7 +15,7 @@ from dovetail.coordinator.samples.lineup import Turn
 from dovetail.coordinator.samples.scoring import Finished
 from dovetail.coordinator.samples.session_drawing import Episodes
 from dovetail.coordinator.samples.streams import Growing
-from dovetail.coordinator.store.samples import Key, Sample, SampleTable, State
+from dovetail.coordinator.store.samples import Key, SampleTable, State
 
 
 class Scoring(Protocol):
@@ -26,10 +26,6 @@ class Scoring(Protocol):
     def poke(self) -> None: ...
     def check(self) -> None: ...
     async def finish(self, deadline_seconds: float) -> None: ...
-
-
-def _finished(sample: Sample) -> Finished:
-    return Finished(sample.key, sample.prompt_tokens, sample.tokens)
 
 
 class FusedStage(DrawingFollower):
@@ -54,7 +50,8 @@ class FusedStage(DrawingFollower):
         `deadline_seconds` is the longest time without a scored sample. `phase` measures two times: "generation" until
         the last sample is generated, and "inference" after that. Open iterations are scored one after another. Raises
         what generation and inference raise."""
-        self._inference.add(_finished(s) for s in self._samples.samples(self._turn.iteration, State.GENERATED))
+        before = self._samples.samples(self._turn.iteration, State.GENERATED)
+        self._inference.add(Finished(s.key, s.prompt_tokens, s.tokens) for s in before)
         with phase("generation"):
             done = await self._generator.generate(self._turn, self)
         await self._turn.wait_first()
@@ -63,8 +60,8 @@ class FusedStage(DrawingFollower):
             await self._inference.finish(deadline_seconds)
         return done
 
-    def finished(self, sample: Sample) -> None:
-        self._inference.add([_finished(sample)])
+    def finished(self, samples: Sequence[Finished]) -> None:
+        self._inference.add(samples)
 
     def progress(self, done: int, total: int, tokens: int) -> None:
         if self._on_progress is not None:
