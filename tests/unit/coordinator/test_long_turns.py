@@ -185,24 +185,36 @@ def test_an_experience_with_steps_is_made_in_another_thread_with_the_same_bits(s
         assembly.experience(1, 4, prompts)
 
 
-def test_samples_that_end_together_are_stored_in_slices(store: Store) -> None:
-    new = [NewSample(0, s, [7], s) for s in range(5)]
-    store.samples.begin_iteration(1, new)
+def test_samples_with_new_tokens_are_stored_in_slices(store: Store) -> None:
+    """A sample that must go elsewhere does so when its own tokens are stored."""
+    reasons = ["stop", "length", "abort", "stop", None]
+    store.samples.begin_iteration(1, [NewSample(0, s, [7], s) for s in range(5)])
     keys = [Key(1, 0, s) for s in range(5)]
     attempts = store.samples.assign([Assignment(key, "r", "i", 0, 0) for key in keys])
     fleet = Fleet(lambda: 0.0, lambda *_, **__: None)
     flying = InFlight(store, fleet, lambda *_, **__: None, lambda: 0.0, GenerationSettings(), Speeds())
-    for key, attempt in zip(keys, attempts, strict=True):
+    for key, attempt, reason in zip(keys, attempts, reasons, strict=True):
         tokens, logprobs = array("i", [1, 2]), array("f", [0, 0])
-        work = Work(key, array("i", [7]), 0, tokens, logprobs, 0, 99, attempt, "r", "i", reason="stop")
+        work = Work(key, array("i", [7]), 0, tokens, logprobs, 0, 99, attempt, "r", "i", reason=reason)
         flying.begin(work, 0.0, 0.0)
-        flying.ended(work)
-    found = []
-    for left in (3, 1, 0):
-        found += flying.flush(0.1, 2)
-        assert (flying.late, len(flying), flying.sort_out()) == (left > 0, left, [])
-    assert found == keys
-    assert store.samples.counts(1) == {State.GENERATED: 5}
+        if reason is None:
+            flying.changed(work, 0.0)
+        else:
+            flying.ended(work)
+    for finished, elsewhere, left in (([0, 1], [], True), ([3], [2], True), ([], [], False)):
+        assert [work.key.sample for work in flying.flush(2)] == finished
+        assert flying.late == left
+        assert [work.key.sample for work in flying.sort_out()] == elsewhere
+    assert len(flying) == 1
+    found = store.samples.samples(1)
+    assert [sample.state for sample in found] == [
+        State.GENERATED,
+        State.GENERATED,
+        State.PENDING,
+        State.GENERATED,
+        State.GENERATING,
+    ]
+    assert [sample.tokens.tolist() for sample in found] == [[1, 2]] * 5
 
 
 @pytest.mark.parametrize("part", ["flush", "sort_out", "counts"])
@@ -229,7 +241,7 @@ def test_a_turn_of_drawing_costs_what_changed_and_not_what_is_in_flight(store: S
 
         sys.setprofile(count)
         try:
-            {"flush": lambda: flying.flush(0.1), "sort_out": flying.sort_out, "counts": lambda: flying.counts}[part]()
+            {"flush": flying.flush, "sort_out": flying.sort_out, "counts": lambda: flying.counts}[part]()
         finally:
             sys.setprofile(None)
         if part == "flush":

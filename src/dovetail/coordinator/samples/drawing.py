@@ -40,9 +40,9 @@ GATHER_SECONDS = 0.005
 # The maximum number of requests that are started at once. Thousands would block the event loop until connections time
 # out.
 BURST = 256
-# The maximum number of samples that are stored as finished at once. All samples of a large iteration may reach their
-# limit of tokens in the same moment.
-MOST_FINISHED = 256
+# The maximum number of samples whose tokens are stored in one turn of the event loop. All samples of a large iteration
+# may have new ones in the same moment.
+MOST_STORED = 256
 TOKEN_BYTES = 4
 # So often within `stall` silent requests are looked for.
 LOOKS = 10
@@ -200,7 +200,7 @@ class Drawing:
 
     async def _loop(self, result: Generated) -> None:
         idle_since: float | None = None
-        flushed = self._clock()
+        measured, late, streams = self._clock(), False, self._flying.counts
         while self._pending or self._flying or self._follower.waiting():
             self._leave()
             eligible = self._eligible()
@@ -217,17 +217,22 @@ class Drawing:
                     f"no rollout could take the {len(self._pending)} remaining samples of iteration {self._iteration} "
                     f"within {self._settings.wait:.0f} s: {self._fleet.describe(KIND)}"
                 )
-            # This does not use wait_for, which on Python 3.11 swallows a cancellation that comes with the event.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.flush):
-                    await self._wake.wait()
-            # Responses often end together, in the same decode step of a server.
-            await asyncio.sleep(GATHER_SECONDS)
-            self._wake.clear()
-            done = self._flying.flush(self._clock() - flushed, MOST_FINISHED)
-            if self._flying.late:
-                self._wake.set()
-            flushed = self._clock()
+            if late:
+                await asyncio.sleep(0)
+            else:
+                # This does not use wait_for, which on Python 3.11 swallows a cancellation that comes with the event.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._settings.flush):
+                        await self._wake.wait()
+                # Responses often end together, in the same decode step of a server.
+                await asyncio.sleep(GATHER_SECONDS)
+                self._wake.clear()
+                streams = self._flying.counts
+            done = self._flying.flush(MOST_STORED)
+            late = self._flying.late
+            if not late:
+                self._flying.measure(streams, self._clock() - measured)
+                measured = self._clock()
             unfinished = self._flying.sort_out()
             if unfinished:
                 self._pending = sorted([*self._pending, *unfinished], key=lambda w: w.key)
@@ -431,7 +436,7 @@ class Drawing:
         await cancel([w.task for w in flying if w.task is not None])
         try:
             if flying:
-                self._flying.flush(0.0)
+                self._flying.flush()
                 self._store.samples.release([(w.key, w.attempt) for w in self._flying])
         except StoreError as error:
             self._log("generation.unsaved", error=str(error))

@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from dovetail.coordinator.samples.dispatch import Speeds
 from dovetail.coordinator.samples.migrations import Departure, Leave, Migration
@@ -240,7 +241,6 @@ class InFlight:
         self._changed: dict[Work, None] = {}
         self._ended: list[Work] = []
         self.activity: dict[str, Activity] = {}
-        self.late = False
 
     def __len__(self) -> int:
         return len(self._works)
@@ -250,6 +250,11 @@ class InFlight:
 
     def __contains__(self, work: Work) -> bool:
         return work in self._works
+
+    @property
+    def late(self) -> bool:
+        """Whether there is something to store."""
+        return bool(self._changed)
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -306,27 +311,21 @@ class InFlight:
         for each in (self._works, self._on, self._changed, self._ended):
             each.clear()
 
-    def flush(self, seconds: float, most: int | None = None) -> list[Work]:
-        """Store the tokens since the last flush, `seconds` ago. Returns the samples that are now finished, at most
-        `most` of them. `late` says whether others are left for the next flush. Raises StoreError."""
+    def flush(self, most: int | None = None) -> list[Work]:
+        """Store the new tokens of all samples, or of `most` of them. Returns the samples that are now finished.
+        `late` says whether others are left for the next flush. Raises StoreError."""
         deltas: list[Delta] = []
         works: list[Work] = []
-        streams, finished = self.counts, 0
-        changed, self._changed = self._changed, {}
-        self.late = False
+        changed = list(islice(self._changed, most))
+        for work in changed:
+            del self._changed[work]
         for work in changed:
             if work not in self._works:
                 continue
             if work.steps:
-                self.activity[work.instance].decoded(streams[work.instance], work.steps, work.spent)
+                self.activity[work.instance].decoded(len(self._on[work.instance]), work.steps, work.spent)
                 work.steps, work.spent = 0, 0.0
             reason = work.reason if work.reason in FINISHED else None
-            if reason is not None:
-                if finished == most:
-                    self.late = True
-                    self._changed[work] = None
-                    continue
-                finished += 1
             if len(work.tokens) > work.stored or reason is not None or work.experts is not None:
                 tokens, logprobs = work.tokens[work.stored :], work.logprobs[work.stored :]
                 experts = None if work.experts is None else (work.experts_from, work.experts)
@@ -347,17 +346,22 @@ class InFlight:
                 activity.samples += 1
                 self._remove(work)
                 self._fleet.succeeded(work.instance)
+        return done
+
+    def measure(self, streams: Mapping[str, int], seconds: float) -> None:
+        """Record the speed of each instance, from the tokens that were stored in the last `seconds` and its number of
+        requests meanwhile."""
         for name, n in streams.items():
             self._speeds.measured(name, self.activity[name].fresh, n, seconds)
             self.activity[name].fresh = 0
-        return done
 
     def sort_out(self) -> list[Work]:
-        """Call it after a flush. Samples whose request ended before they were finished become pending again and are
-        returned. Raises GenerationError if a server refused a sample, or if a sample never gets a token."""
+        """Call it after a flush. Samples whose request ended before they were finished, and whose tokens are stored,
+        become pending again and are returned. Raises GenerationError if a server refused a sample, or if a sample never
+        gets a token."""
         ended = [w for w in self._ended if w in self._works]
-        self._ended = [w for w in ended if w.reason in FINISHED]  # left for the next flush
-        unfinished = [w for w in ended if w.reason not in FINISHED]
+        self._ended = [w for w in ended if w in self._changed]  # left for the next flush
+        unfinished = [w for w in ended if w not in self._changed]
         for work in unfinished:
             self._remove(work)
             if work.refusal is not None:
