@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,3 +262,39 @@ def test_padding_at_most_doubles_the_work() -> None:
 def test_prefixes_that_cannot_be(prefixes: tuple[int | None, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Packing((2, 2, 2), prefixes, torch.device("cpu"))
+
+
+# MKL has other kernels for processors of other makers. So this has MKL and us take any processor for one of Intel's.
+INTELS = "int mkl_serv_intel_cpu_true(void) { return 1; }"
+PRODUCTS = """
+import builtins
+import io
+import torch
+
+real = builtins.open
+builtins.open = lambda file, *a, **k: io.StringIO("GenuineIntel") if file == "/proc/cpuinfo" else real(file, *a, **k)
+from dovetail.models.layers.packing import ROWS
+
+torch.set_num_threads(THREADS)
+for width, outputs in ((8, 8), (64, 128), (128, 344), (512, 64), (2048, 512)):
+    weight, token = torch.randn(outputs, width), torch.randn(1, width)
+    alone = torch.nn.functional.linear(token.repeat(ROWS, 1), weight)[0]
+    for blocks in (1, 2, 3, 5, 7, 16, 21):
+        many = torch.nn.functional.linear(token.repeat(blocks * ROWS, 1), weight)
+        assert torch.equal(many, alone.expand_as(many)), f"{blocks * ROWS} rows, {weight.shape}"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("instructions", "threads"), [("SSE4_2", 1), ("AVX2", 1), ("AVX2", 3)])
+def test_a_row_has_the_same_bits_in_any_number_of_rows(instructions: str, threads: int, tmp_path: Path) -> None:
+    """MKL takes the best kernels that the processor has, up to `instructions`."""
+    variables = {k: v for k, v in os.environ.items() if k != "MKL_CBWR"} | {"MKL_ENABLE_INSTRUCTIONS": instructions}
+    if compiler := shutil.which("cc"):
+        library = tmp_path / "intels.so"
+        build = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+        subprocess.run(build, input=INTELS, text=True, check=True)
+        variables["LD_PRELOAD"] = str(library)
+    code = PRODUCTS.replace("THREADS", str(threads))
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

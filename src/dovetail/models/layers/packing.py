@@ -3,7 +3,9 @@ prefix compute it once."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,6 +20,18 @@ from torch.nn import functional as F
 ROWS = 16
 # A sequence in a block counts as at least this long. For shorter ones a separate block costs more than padding.
 _SHORT = 64
+
+
+def _sum_in_one_order() -> None:
+    """MKL's AVX2 kernels, which it takes on Intel's processors without AVX-512, give a row the same bits only if all of
+    them sum in one order. MKL reads the variable before its first product."""
+    kernels = torch.backends.cpu.get_cpu_capability(), os.environ.get("MKL_ENABLE_INSTRUCTIONS", "")[:4].upper()
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        if "AVX2" in kernels and "GenuineIntel" in file.read(256):
+            os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
+
+
+_sum_in_one_order()
 
 
 class Block(NamedTuple):
