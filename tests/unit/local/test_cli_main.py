@@ -89,6 +89,7 @@ def test_help_lists_every_command():
         "push",
         "export",
         "report",
+        "audit",
         "validate",
         "plan",
         "schedule",
