@@ -73,7 +73,8 @@ def test_what_becomes_of_a_job_and_its_class(server: KubeCluster, tmp_path: Path
         wait_for(what, lambda: words in planned().get("message", ""))
 
     def give(disk: str) -> None:
-        text = json.dumps(job_class(podTemplate={"spec": {"nodeSelector": {"disk": disk}}}, queue="research"))
+        pods, allowed = {"spec": {"nodeSelector": {"disk": disk}}}, {"images": ["registry.example.com/*"]}
+        text = json.dumps(job_class(podTemplate=pods, queue="research", allowed=allowed))
         server.kubectl("apply", "--server-side", "-f", "-", stdin=text)
 
     def jobset() -> dict[str, Any]:
@@ -135,25 +136,25 @@ def test_a_member_of_a_team_can_run_jobs_and_nothing_else(server: KubeCluster, t
         return server.try_kubectl("auth", "can-i", verb, what, *MEMBER, *words).stdout.strip() == "yes"
 
     here = ("-n", TEAM)
-    for verb, what in (
+    for verb, what, *words in (
         ("create", "rlhfjobs.dovetail.dev"),
         ("create", "configmaps"),
-        ("get", "pods/log"),
+        ("get", "pods", "--subresource=log"),
         ("list", "resourcequotas"),
         ("get", f"rlhfjobclasses.dovetail.dev/{TEAM}"),
     ):
-        assert may(verb, what, *here), (verb, what)
-    for verb, what in (
+        assert may(verb, what, *words, *here), (verb, what)
+    for verb, what, *words in (
         ("get", "secrets"),
         ("create", "pods"),
-        ("create", "pods/exec"),
-        ("create", "serviceaccounts/token"),
+        ("create", "pods", "--subresource=exec"),
+        ("create", "serviceaccounts", "--subresource=token"),
         ("create", "rolebindings.rbac.authorization.k8s.io"),
-        ("patch", "rlhfjobs.dovetail.dev/status"),
+        ("patch", "rlhfjobs.dovetail.dev", "--subresource=status"),
         ("patch", f"rlhfjobclasses.dovetail.dev/{TEAM}"),
         ("get", "rlhfjobclasses.dovetail.dev/other"),
     ):
-        assert not may(verb, what, *here), (verb, what)
+        assert not may(verb, what, *words, *here), (verb, what)
     assert not may("create", "rlhfjobs.dovetail.dev", "-n", SPACE)
 
 

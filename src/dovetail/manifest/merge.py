@@ -64,7 +64,7 @@ def _lists(base: list[Any], patch: list[Any], key: str, path: str) -> list[Any]:
         if item == {DIRECTIVE: "replace"}:
             result = {}
             continue
-        if key not in item:
+        if not isinstance(item.get(key), str | int):
             raise MergeError(f"{place} lacks {key}, by which items of this list are told apart")
         if item.get(DIRECTIVE) == "delete":
             result.pop(item[key], None)

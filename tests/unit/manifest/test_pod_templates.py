@@ -43,6 +43,7 @@ BROKEN = {
     "labels has dovetail.dev/job": {"metadata": {"labels": {"dovetail.dev/job": "other"}}},
     "the pod's own container": {"spec": {"initContainers": [{"name": "dovetail", "image": "x"}]}},
     "lacks name": {"spec": {"containers": [{"image": "x"}]}},
+    "lacks ip": {"spec": {"hostAliases": [{"ip": {"a": "b"}, "hostnames": ["x"]}]}},
     "containers would remove": {"spec": {"containers": "none", "restartPolicy": "Never"}},
     "env would remove Dovetail's own; give a list": _container(env="none"),
 }
