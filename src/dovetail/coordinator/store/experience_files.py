@@ -30,7 +30,7 @@ def experience_arrays(
     if len(references) == len(samples):  # an earlier release also scored samples whose reference nobody reads
         per_token["ref_logprobs"] = np.concatenate(references).astype(np.float32)
     values = [s.values for s in samples if s.values is not None]
-    if values:
+    if len(values) == len(samples):  # discarded episodes have none of a job without a critic
         per_token["values"] = np.concatenate(values).astype(np.float32)
     per_sample: Arrays = {
         "prompt_lengths": np.array([len(s.prompt_tokens) for s in samples], np.int32),
