@@ -30,6 +30,7 @@ from dovetail.coordinator.store.samples import Key, NewSample, Sample, ScoreRow,
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.manifest.types import Sessions
+from dovetail.protocol.wire import OF_RESPONSE, pack, unpack
 from helpers.chat_templates import byte_tokens, shipped, with_ends
 from helpers.coordinated import NoWeights, drawn_with, job_of
 from helpers.fake_vllm import TOKEN, FakeVllm, logprob_of
@@ -160,6 +161,7 @@ class Life:
         self.servers: list[Model] = []
         self.told = Told()
         self.begins, self.room = Begun, 1024
+        self.ppo: dict[str, Any] = {}
 
     async def run(self, dies: Any = None) -> Generated:
         """Draw the iteration. It ends with CancelledError when `dies(self)` is true."""
@@ -178,6 +180,7 @@ class Life:
             self.fleet = Fleet(time.monotonic, lambda event, **fields: None, timeouts)
             self.fleet.publish(1)
             spec = drawn_with(Generation.model_validate({"maxTokens": self.most, "maxConcurrent": 64}))
+            spec = spec.model_copy(update={"ppo": spec.ppo.model_copy(update=self.ppo)})
             job = job_of(self.store, spec=spec, clock=time.monotonic)
             self.servers = [Model(f"r{n}", self.says, step=0.0) for n in range(2)]
             for server in self.servers:
@@ -321,17 +324,44 @@ def test_an_episode_that_begins_otherwise_after_a_death_is_played_again(tmp_path
         assert text.count("<tool_response>") == life.ended[sample.key].calls
 
 
-def scored(folder: Path) -> list[Sample]:
+@pytest.mark.slow
+def test_an_environment_is_told_of_the_end_when_that_is_stored(tmp_path: Path) -> None:
+    """A server may then forget the episode. Until then a coordinator may come back to it."""
+    world, told = World(), list[tuple[Key, State]]()
+    world.fails = {(1, 1)}
+
+    for dies in (lambda life: sum(life.world.effects.values()) >= 8, None):
+        life = Life(tmp_path, world, maxTurns=20)
+
+        class Noted(Begun):
+            async def end(self) -> None:
+                told.append((self.sample, life.store.samples.get(self.sample).state))  # noqa: B023
+
+        life.begins = Noted
+        if dies is None:
+            asyncio.run(life.run())
+        else:
+            with pytest.raises(asyncio.CancelledError):
+                asyncio.run(life.run(dies=dies))
+            assert len(told) < PROMPTS * EACH
+    assert sorted(told) == [
+        (sample.key, State.SCORED if sample.key[1:] in world.fails else State.GENERATED) for sample in life.found
+    ]
+
+
+def scored(folder: Path, critic: bool) -> list[Sample]:
     store = Store(folder)
     try:
-        made = store.samples.samples(1, State.GENERATED)
-        store.samples.score(ScoreRow(s.key, np.zeros(len(s.tokens)), None, 1.0) for s in made)
+        for s in store.samples.samples(1, State.GENERATED):
+            none = np.zeros(len(s.tokens), np.float32)
+            store.samples.score([ScoreRow(s.key, none if critic else None, none if critic else None, 1.0)])
         return store.samples.experience(1)
     finally:
         store.close()
 
 
-def test_what_the_environment_fails_is_in_no_baseline(tmp_path: Path) -> None:
+@pytest.mark.parametrize("critic", [False, True])
+def test_what_the_environment_fails_is_in_no_baseline(tmp_path: Path, critic: bool) -> None:
     world = World()
     world.fails = {(0, 1), (1, 0), (1, 1)}
     life = drawn(tmp_path, world, maxTurns=20)
@@ -341,9 +371,12 @@ def test_what_the_environment_fails_is_in_no_baseline(tmp_path: Path) -> None:
     for key in failed:
         assert (life.ended[key].ending, life.ended[key].why) == ("environment failed", "the dice fell off the table")
     assert sorted(s.key for s in life.told.samples) == [s.key for s in life.found if s.key not in failed]
-    samples = scored(tmp_path)
+    samples = scored(tmp_path, critic)
     arrays = experience_arrays(samples, 0)
     arrays |= episode_arrays(samples, life.ended, compares=True)
+    read = {name: table.shape for name, table in unpack(pack(arrays)).items()}
+    assert {"values", "ref_logprobs"} & set(read) == ({"values", "ref_logprobs"} if critic else set())
+    assert len({read[name] for name in read if name in OF_RESPONSE}) == 1
     # The prompt 0 has one episode left, to which nothing can be compared, and 1 has none.
     assert arrays["learnt"].any(axis=1).tolist() == [False, False, False, False, True, True]
     assert arrays["groups"].tolist() == [0, -2, -3, -4, 2, 2]
@@ -366,6 +399,16 @@ def test_an_iteration_of_failures_ends_the_job_with_their_cause(tmp_path: Path) 
     world.fails = {(p, s) for p in range(PROMPTS) for s in range(EACH)}
     with pytest.raises(GenerationError, match=r"^all 6 episodes of iteration 1 failed; environment failed: the dice"):
         drawn(tmp_path, world)
+
+
+def test_an_iteration_without_two_episodes_to_compare_ends_the_job_too(tmp_path: Path) -> None:
+    world = World()
+    world.fails = {(p, 0) for p in range(PROMPTS)}
+    life = Life(tmp_path, world)
+    life.ppo = {"advantage": "grpo"}
+    says = r"^3 of 6 episodes of iteration 1 failed, and no prompt has two others to compare; environment failed: the"
+    with pytest.raises(GenerationError, match=says):
+        asyncio.run(life.run())
 
 
 @pytest.mark.parametrize("failure", ["Zero", "Discard"])

@@ -195,6 +195,37 @@ def test_an_episode_that_the_server_forgot_is_lost(tmp_path: Path) -> None:
 
     played(tmp_path / "log", Faults(("/v1/step", "before 410")), work)
 
+    async def late(environment: HttpEnvironment) -> None:
+        begun = await environment.begin("1-0-3-0", {"secret": 37})
+        with pytest.raises(EpisodeLost, match="/result answered 410"):
+            await begun.reward()
+
+    played(tmp_path / "log", Faults(("/v1/episodes", "before 410")), late)
+
+
+@pytest.mark.parametrize("forgot", ["404", "410", "otherwise"])
+def test_an_episode_whose_server_has_lost_its_state_does_not_go_on(tmp_path: Path, forgot: str) -> None:
+    """Coordinator and server were restarted. The server begins the episode anew, without the calls that were made."""
+    store = Store(tmp_path / "run")
+
+    async def first(environment: HttpEnvironment) -> None:
+        begun = await environment.begin("1-0-3-0", {"secret": 37})
+        assert await observe(store.tool_calls, CALLS[0], begun, False) == ANSWERS[0]
+
+    async def second(environment: HttpEnvironment) -> None:
+        begun = await environment.begin("1-0-3-0", {"secret": 37})
+        with pytest.raises(EpisodeLost, match=r"does not know episode run-1-0-3-0 any more|answers 1-0-3-0-0-0 other"):
+            await observe(store.tool_calls, CALLS[0], begun, False)
+
+    try:
+        played(tmp_path / "log", Faults(), first)
+        if forgot == "otherwise":
+            (tmp_path / "log").write_text((tmp_path / "log").read_text().replace('"secret": 37', '"secret": 73'))
+        faults = Faults() if forgot == "otherwise" else Faults(("/v1/steps/", f"before {forgot}"))
+        played(tmp_path / "log", faults, second)
+    finally:
+        store.close()
+
 
 @pytest.mark.parametrize("where", ["before the call", "after its effect"])
 @pytest.mark.parametrize("can_say", [True, False])

@@ -353,7 +353,8 @@ class ExperienceMaker:
             await self._score.answers(version, records, len(seeds[0]))
         found = self._samples.samples(slot)
         for held in (v for s in found for v in (s.first_version, s.weight_version)):
-            if held != version:
+            # An episode whose environment fails at its beginning has no version.
+            if held is not None and held != version:
                 raise StoreError(f"answers of weight version {version} were drawn with version {held}")
         by_index = {record.index: record for record in records}
         texts = await asyncio.to_thread(lambda: [self._score.texts.of(s.tokens) for s in found])

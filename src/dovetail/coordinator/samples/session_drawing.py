@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.sessions.answer_reader import AnswerReader, Unreadable
 from dovetail.coordinator.sessions.bridge import Bridge
 from dovetail.coordinator.sessions.effects import EpisodeLost, Failed
-from dovetail.coordinator.sessions.play import Ending, Environment, Played, Player, SampledTurn
+from dovetail.coordinator.sessions.play import BegunEnvironment, Ending, Environment, Played, Player, SampledTurn
 from dovetail.coordinator.store.episodes import EndedEpisode
 from dovetail.coordinator.store.samples import Key, Sample, State
 from dovetail.manifest.types import Generation, Sessions
@@ -47,7 +48,9 @@ class Episodes:
         self._store, self._log, self._sessions, self._prepared = job.store, job.log, sessions, prepared
         self._environment, self._generator = environment, generator
         self._most = job.spec.generation.max_tokens
+        self._compares = job.spec.ppo.compares_samples
         self._player: Player | None = None
+        self._opening = asyncio.Lock()
 
     @contextmanager
     def open(self, iteration: int, version: int) -> Iterator[Turn]:
@@ -79,8 +82,11 @@ class Episodes:
         return replace(done, samples=len(pending), tail=playing.tail)
 
     async def _open(self) -> None:
-        if self._player is not None:
-            return
+        async with self._opening:
+            if self._player is None:
+                self._player = await self._opened()
+
+    async def _opened(self) -> Player:
         prepared, sessions = self._prepared, self._sessions
         try:
             await self._environment.open()
@@ -89,7 +95,7 @@ class Episodes:
             raise GenerationError(f"spec.sessions: {error}") from error
         except ValueError as error:
             raise GenerationError(str(error)) from error
-        self._player = Player(
+        return Player(
             Bridge(prepared.chat, prepared.tokenizer),
             reader,
             self._store.tool_calls,
@@ -125,28 +131,30 @@ class Episodes:
                 found = await draw(found, limit)
             return SampledTurn(found.tokens.tolist(), found.logprobs.tolist(), found.finished)
 
-        while True:
+        found: list[Sample] | None = None
+        while found is None:
+            begun: BegunEnvironment | None = None
             try:
                 begun = await self._environment.begin("-".join(map(str, (*key, attempt))), fields)
-                try:
-                    played = await player.play(key, attempt, asked, begun, policy)
-                finally:
-                    await begun.end()
+                found = self._end(key, await player.play(key, attempt, asked, begun, policy))
             except EpisodeLost as lost:
                 attempt, first = attempt + 1, 0
                 if attempt == MOST_ATTEMPTS:
-                    return self._discard(key, FAILED, str(lost))
-                self._log("episode.again", sample=list(key), reason=str(lost))
-                self._store.episodes.again(key)
+                    found = self._discard(key, FAILED, str(lost))
+                else:
+                    self._log("episode.again", sample=list(key), reason=str(lost))
+                    self._store.episodes.again(key)
             except Failed as failure:
-                return self._discard(key, FAILED, str(failure))
+                found = self._discard(key, FAILED, str(failure))
             except (TemplateRefused, NotWritten) as error:
                 raise GenerationError(
                     f"the tokenizer's chat template refuses the episode of sample {key.sample} of prompt {key.prompt}: "
                     f"{error}"
                 ) from error
-            else:
-                return self._end(key, played)
+            # Only what is stored has ended. A coordinator that goes on with the episode needs its environment.
+            if begun is not None:
+                await begun.end()
+        return found
 
     def _end(self, key: Key, played: Played) -> list[Sample]:
         failed = played.ending is not Ending.ANSWERED
@@ -185,11 +193,17 @@ class Episodes:
         return []
 
     def _check(self, iteration: int) -> None:
-        """Raise GenerationError if nothing of an iteration can be trained."""
-        found = self._store.episodes.of(iteration).values()
-        if found and all(each.discarded for each in found):
-            causes = sorted({f"{each.ending}: {each.why}".removesuffix(": ") for each in found})
-            raise GenerationError(f"all {len(found)} episodes of iteration {iteration} failed; {'; '.join(causes[:3])}")
+        """Raise GenerationError if nothing of an iteration can be trained. An evaluation trains nothing."""
+        if iteration < 1:
+            return
+        found = self._store.episodes.of(iteration)
+        left = Counter(key.prompt for key, each in found.items() if not each.discarded)
+        if found and max(left.values(), default=0) < (2 if self._compares else 1):
+            gone = [each for each in found.values() if each.discarded]
+            causes = "; ".join(sorted({f"{each.ending}: {each.why}".removesuffix(": ") for each in gone})[:3])
+            some = "all" if not left else f"{len(gone)} of"
+            rest = ", and no prompt has two others to compare" if left else ""
+            raise GenerationError(f"{some} {len(found)} episodes of iteration {iteration} failed{rest}; {causes}")
 
 
 class _Playing(DrawingFollower):

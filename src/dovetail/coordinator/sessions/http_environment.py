@@ -68,7 +68,7 @@ class HttpEnvironment:
         try:
             found = (await self.safely("GET", "/v1/tools"))["tools"]
             names = [tool["function"]["name"] for tool in found]
-        except Failed as error:
+        except (Failed, EpisodeLost) as error:
             raise ValueError(f"{FIELD}: {error}") from error
         except (KeyError, TypeError) as error:
             what = "does not answer with a list of function schemas"
@@ -90,11 +90,13 @@ class HttpEnvironment:
             self._session = None
 
     async def safely(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The answer to a request that may be sent again. Raises Failed."""
+        """The answer to a request that may be sent again. Raises Failed and EpisodeLost."""
         for tries in range(1, TRIES + 1):
             try:
                 return await self.once(method, path, body)
             except _Unanswered as error:
+                if error.status == _GONE:
+                    raise EpisodeLost(f"{method} {self._url}{path} {error}") from error
                 if not error.passing or tries == TRIES:
                     often = f", {tries} times" if tries > 1 else ""
                     raise Failed(f"{method} {self._url}{path} {error}{often}") from error
@@ -150,7 +152,7 @@ class HttpEpisode:
                 return observation(await self._environment.once("POST", "/v1/step", step, key), "/v1/step")
             except _Unanswered as error:
                 if error.status == _GONE:
-                    raise EpisodeLost(f"the environment does not know episode {self._name} any more") from error
+                    raise self._lost() from error
                 if not error.passing or tries == TRIES:
                     raise self._failed(call, error) from error
                 if error.sent:
@@ -164,7 +166,7 @@ class HttpEpisode:
         raise AssertionError
 
     async def recall(self, call: ToolCall) -> str:
-        """What the tool answered. Raises NotMade, and MayBeMade if the server cannot be asked."""
+        """What the tool answered. Raises NotMade, EpisodeLost, and MayBeMade if the server cannot be asked."""
         path = f"/v1/steps/{quote(f'{self._run}-{call.key}', safe='')}"
         for tries in range(1, TRIES + 1):
             try:
@@ -172,16 +174,26 @@ class HttpEpisode:
             except _Unanswered as error:
                 if error.status == 404:
                     raise NotMade from error
+                if error.status == _GONE:
+                    raise self._lost() from error
                 if not error.passing or tries == TRIES:
                     raise MayBeMade from error
             await self._environment.pause(tries)
         raise AssertionError
 
     async def restore(self, call: ToolCall, observed: str) -> None:
-        """Do nothing: the server has the state."""
+        """Ask the server whether it still has the state that the call made. Raises Failed and EpisodeLost."""
+        try:
+            found = await self.recall(call)
+        except NotMade as error:
+            raise self._lost() from error
+        except MayBeMade as error:
+            raise Failed(f"the environment cannot be asked for {call.key} after a death") from error
+        if found != observed:
+            raise EpisodeLost(f"the environment answers {call.key} otherwise than before the coordinator died")
 
     async def reward(self) -> float | None:
-        """What the episode earned. None if the environment does not say. Raises Failed."""
+        """What the episode earned. None if the environment does not say. Raises Failed and EpisodeLost."""
         path = f"/v1/episodes/{quote(self._name, safe='')}/result"
         answer = await self._environment.safely("GET", path)
         found = answer.get("reward") if isinstance(answer, dict) else math.nan
@@ -197,6 +209,9 @@ class HttpEpisode:
             await self._environment.once("DELETE", f"/v1/episodes/{quote(self._name, safe='')}")
         except _Unanswered:
             return
+
+    def _lost(self) -> EpisodeLost:
+        return EpisodeLost(f"the environment does not know episode {self._name} any more")
 
     def _failed(self, call: ToolCall, error: _Unanswered) -> Failed:
         return Failed(f"the environment {error}, when tool {call.name} was called ({call.key})")
