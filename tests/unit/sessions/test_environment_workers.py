@@ -438,10 +438,12 @@ def test_what_a_sandbox_keeps_out(folder: Path, monkeypatch: pytest.MonkeyPatch)
     run_folder = folder / "runs"
     run_folder.mkdir()
     (run_folder / "secret").write_text("a-secret")
+    (link := folder.with_name(f"{folder.name}-linked")).symlink_to(folder)
 
     async def work(workers: EnvironmentWorkers, port: int) -> dict[str, str]:
         episode = await workers.begin("1-0-0-0", {})
         tried = attacks(run_folder, os.getpid(), port)
+        tried["the run's folder by another name"] = attacks(link / "runs", os.getpid(), port)["the run's folder"]
         told = {
             what: await episode.make(call("run", turn=n, program=program))
             for n, (what, (program, _)) in enumerate(tried.items())
@@ -451,8 +453,8 @@ def test_what_a_sandbox_keeps_out(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        sandbox = Sandbox(folder, [run_folder])
-        assert run(workers_of(folder, "Shell", sandbox=sandbox), lambda workers: work(workers, port)) == {}
+        sandbox = Sandbox(link, [run_folder])
+        assert run(workers_of(link, "Shell", sandbox=sandbox), lambda workers: work(workers, port)) == {}
         # The tries do what they say: without a sandbox they succeed.
         missed = run(workers_of(folder, "Shell"), lambda workers: work(workers, port))
     assert {"the run's folder", "the coordinator's port", "other processes"} <= set(missed)

@@ -50,14 +50,21 @@ class Sandbox:
 
     def command(self) -> list[str]:
         """What is written before the command that runs inside."""
-        wanted = (sys.prefix, sys.base_prefix, *sys.path, str(self.folder))
+        wanted = [path for path in (sys.prefix, sys.base_prefix, *sys.path, str(self.folder)) if os.path.exists(path)]
         seen: list[str] = []
-        for path in sorted(os.path.realpath(path) for path in wanted if path and os.path.exists(path)):
+        # A path is seen as it is written, too, because inside there are no links that lead to it.
+        for path in sorted({kind(path) for path in wanted for kind in (os.path.abspath, os.path.realpath)}):
             if path != "/" and not _below(path, (*seen, *_SYSTEM)):
                 seen.append(path)
         # bubblewrap would make these readable by root alone.
         above = dict.fromkeys(["/etc", *(str(each) for path in seen for each in [*Path(path).parents][-2::-1])])
-        covered = [path for path in map(os.path.realpath, self.hidden) if os.path.isdir(path) and _below(path, seen)]
+        hidden = [path for path in map(os.path.realpath, self.hidden) if os.path.isdir(path)]
+        covered = [
+            os.path.join(path, os.path.relpath(each, os.path.realpath(path)))
+            for path in seen
+            for each in hidden
+            if _below(each, [os.path.realpath(path)])
+        ]
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         variables = {**kept, "HOME": "/tmp"}
         return [
@@ -68,12 +75,7 @@ class Sandbox:
             *(part for path in _SYSTEM for part in ("--ro-bind-try", path, path)),
             *(part for name in _SETTINGS for part in ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")),
             *(part for path in seen for part in ("--ro-bind", path, path)),
-            *(
-                part
-                for path in covered
-                if os.path.isdir(path) and _below(path, seen)
-                for part in ("--tmpfs", path, "--remount-ro", path)
-            ),
+            *(part for path in covered for part in ("--tmpfs", path, "--remount-ro", path)),
             *("--remount-ro", "/", "--chdir", "/tmp", "--"),
         ]
 
