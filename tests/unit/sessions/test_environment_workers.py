@@ -503,7 +503,27 @@ asyncio.run(main())
     wait_for("its end", lambda: not any(each.is_running() for each in (outside, *inside)), 120)
 
 
-def test_a_machine_without_sandboxes_refuses_and_says_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        (None, "bubblewrap is not installed here; install it (apt install bubblewrap)"),
+        (
+            "bwrap: Unknown option --disable-userns",
+            "bubblewrap is too old here (bwrap: Unknown option --disable-userns); install version 0.8 or later",
+        ),
+        (
+            "bwrap: No permissions to create new namespace",
+            "this machine lets bubblewrap make none (bwrap: No permissions to create new namespace); allow user "
+            "namespaces (sysctl user.max_user_namespaces, and in a container its seccomp profile)",
+        ),
+    ],
+)
+def test_a_machine_without_sandboxes_refuses_and_says_what_to_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, problem: str
+) -> None:
+    if said is not None:
+        (folder / "bwrap").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+        (folder / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
     _machine_problem.cache_clear()
     try:
@@ -512,6 +532,5 @@ def test_a_machine_without_sandboxes_refuses_and_says_what_to_do(folder: Path, m
     finally:
         _machine_problem.cache_clear()
     assert str(error.value) == (
-        "spec.sessions.sandbox: bubblewrap is not installed here; install it (apt install bubblewrap), or write "
-        "sandbox: None, and the environment may do what the job may"
+        f"spec.sessions.sandbox: {problem}, or write sandbox: None, and the environment may do what the job may"
     )

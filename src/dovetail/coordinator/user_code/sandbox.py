@@ -98,7 +98,12 @@ def _machine_problem() -> str | None:
     if tried.returncode == 0:
         return None
     said = (tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"])[-1]
-    return f"this machine lets bubblewrap make none ({said}); allow user namespaces (sysctl user.max_user_namespaces)"
+    if "Unknown option" in said:
+        return f"bubblewrap is too old here ({said}); install version 0.8 or later"
+    return (
+        f"this machine lets bubblewrap make none ({said}); allow user namespaces (sysctl "
+        "user.max_user_namespaces, and in a container its seccomp profile)"
+    )
 
 
 def limit_this_process() -> None:
