@@ -100,11 +100,14 @@ def test_install_upgrade_uninstall(server):
 
 
 def test_the_installed_definition_is_the_generated_one(server):
-    """So that an upgrade of the chart is an upgrade of the definition."""
+    """So that an upgrade of the chart is an upgrade of the definitions."""
     text = helm(server, "template", "dovetail", str(CHART), "--show-only", "templates/crd.yaml")
-    crd = yaml.safe_load(text)
-    assert crd["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
-    install_crd(server, json.dumps(crd))
+    job, job_class = (each for each in yaml.safe_load_all(text) if each is not None)
+    for crd, plural in ((job, "rlhfjobs"), (job_class, "rlhfjobclasses")):
+        assert crd["spec"]["names"]["plural"] == plural
+        assert crd["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    server.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(job_class))
+    install_crd(server, json.dumps(job))
     assert "globalBatchSize" in server.kubectl("explain", "rlhfjob.spec.ppo")
 
 

@@ -29,6 +29,7 @@ PROMPTS = 8
 PACE_SECONDS, STARTING_PACE_SECONDS = 3.0, 60.0
 PEER_TIMEOUT_SECONDS = 20
 ETCD_SECONDS = 30
+GRACE_SECONDS = 600
 START_SECONDS, RECOVERY_SECONDS = 1800.0, 1200.0
 
 
@@ -39,7 +40,14 @@ def chart(cluster: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", crd)
     values = tmp_path_factory.mktemp("chart") / "values.yaml"
     values.write_text(
-        json.dumps({"crds": {"enabled": False}, "api": {"enabled": False}, "jobs": {"podTemplate": PACED_TEMPLATE}})
+        json.dumps(
+            {
+                "crds": {"enabled": False},
+                "api": {"enabled": False},
+                "jobs": {"podTemplate": PACED_TEMPLATE},
+                "tenants": {"longestGraceSeconds": GRACE_SECONDS},
+            }
+        )
     )
     images = str(DEVCLUSTER / "manifests/dovetail-values.yaml")
     place = ("faults", str(REPOSITORY / "helm/dovetail"), "-n", SYSTEM, "--create-namespace")
@@ -338,7 +346,7 @@ def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
 
 def manifest(namespace: str, lag: int, iterations: int) -> dict[str, Any]:
     # The pod ends as soon as its checkpoint is written, which may take long on a busy machine.
-    patient = {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 600}}}
+    patient = {"podTemplate": {"spec": {"terminationGracePeriodSeconds": GRACE_SECONDS}}}
     document = tiny_manifest(namespace, iterations, PROMPTS, a100=patient)
     spec = document["spec"]
     spec["ppo"]["lag"] = lag
