@@ -102,7 +102,7 @@ def test_install_upgrade_uninstall(server):
 def test_the_installed_definition_is_the_generated_one(server):
     """So that an upgrade of the chart is an upgrade of the definitions."""
     text = helm(server, "template", "dovetail", str(CHART), "--show-only", "templates/crd.yaml")
-    job, job_class = (each for each in yaml.safe_load_all(text) if each is not None)
+    job_class, job = (each for each in yaml.safe_load_all(text) if each is not None)
     for crd, plural in ((job, "rlhfjobs"), (job_class, "rlhfjobclasses")):
         assert crd["spec"]["names"]["plural"] == plural
         assert crd["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
