@@ -29,7 +29,7 @@ PROMPTS = 8
 PACE_SECONDS, STARTING_PACE_SECONDS = 3.0, 60.0
 PEER_TIMEOUT_SECONDS = 20
 ETCD_SECONDS = 30
-GRACE_SECONDS = 600
+GRACE_SECONDS = 500
 START_SECONDS, RECOVERY_SECONDS = 1800.0, 1200.0
 
 
@@ -64,7 +64,7 @@ def chart(cluster: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def delete_pod(group: str, job: ClusterJob) -> set[str]:
-    job.cluster.kubectl("delete", "pod", "-n", job.namespace, job.pods()[group]["metadata"]["name"])
+    job.cluster.delete("pod", "-n", job.namespace, job.pods()[group]["metadata"]["name"])
     return {group}
 
 
