@@ -26,7 +26,7 @@ from dovetail.coordinator.samples.session_drawing import Episodes
 from dovetail.coordinator.sessions.effects import Failed, MayBeMade, NotMade, ToolCall
 from dovetail.coordinator.store.episodes import episode_facts
 from dovetail.coordinator.store.experience_files import episode_arrays, experience_arrays
-from dovetail.coordinator.store.samples import Key, NewSample, Sample, ScoreRow, State
+from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, Sample, ScoreRow, State
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.manifest.types import Sessions
@@ -356,6 +356,22 @@ def scored(folder: Path, critic: bool) -> list[Sample]:
             none = np.zeros(len(s.tokens), np.float32)
             store.samples.score([ScoreRow(s.key, none if critic else None, none if critic else None, 1.0)])
         return store.samples.experience(1)
+    finally:
+        store.close()
+
+
+def test_an_episode_is_discarded_whose_next_turn_no_server_has_begun(tmp_path: Path) -> None:
+    """The coordinator died then, and its successor finds that the environment has failed."""
+    store, key = Store(tmp_path), Key(1, 0, 0)
+    try:
+        store.samples.begin_iteration(1, [NewSample(0, 0, [1, 2, 3], 7)])
+        first = store.episodes.turn(key, 0, [1, 2, 3, 4], 7)
+        (attempt,) = store.samples.assign([Assignment(first.key, "r0", "i", 5, 0)])
+        assert store.samples.record([Delta(first.key, attempt, 0, [9], [-0.5], "stop")]) == [True]
+        store.episodes.turn(key, 1, [1, 2, 3, 4, 9, 8], 7)
+        store.episodes.discard(key, "environment failed", "the dice fell off the table")
+        (found,) = store.samples.samples(1)
+        assert (found.state, found.weight_version, found.instance) == (State.SCORED, 5, "r0")
     finally:
         store.close()
 

@@ -96,8 +96,11 @@ class EnvironmentWorkers:
             reply = await worker.process.ask({"tools": True, "seconds": START_SECONDS}, START_SECONDS)
         except (_Died, Failed) as error:
             raise ValueError(str(error)) from error
-        except (TimeoutError, Gone):
-            raise ValueError(f"{FIELD}: its process did not describe the tools of {self.code.name}") from None
+        except TimeoutError:
+            what = f"did not describe the tools of {self.code.name} within {START_SECONDS:.0f} s"
+            raise ValueError(f"{FIELD}: its process {what}") from None
+        except Gone:
+            raise ValueError(f"{FIELD}: its process ended before it described the tools of {self.code.name}") from None
         finally:
             # What describes tools takes half a gigabyte. Processes that make calls don't import it.
             await self.close()

@@ -117,11 +117,12 @@ class EpisodeTable:
                 "prompt_index=? AND sample_index BETWEEN ? AND ?",
                 self._turns_of(key),
             ).fetchall()
-            drawn = {version for row in versions for version in row[:2]}
+            # A turn that no server has begun yet has no version.
+            drawn = {version for row in versions for version in row[:2] if version is not None}
             if len(drawn) > 1:
                 raise StoreError(f"the turns of the episode of {key} were drawn with the weight versions {drawn}")
             version = drawn.pop() if drawn else None
-            instance = versions[-1][2] if versions else None
+            instance = next((row[2] for row in reversed(versions) if row[2] is not None), None)
             before = db.execute(f"SELECT prompt, state FROM samples WHERE {WHERE}", key).fetchone()
             if before is None or before[1] != State.PENDING:
                 raise StoreError(f"the episode of {key} cannot end: its sample is not pending")
