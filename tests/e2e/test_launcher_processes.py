@@ -42,6 +42,7 @@ MODULES = {
         import os, sys
         def main(argv=None):
             print("state of", os.environ["MARK"], "shared" if "dv_preload" in sys.modules else "alone", flush=True)
+            print("MKL:", os.environ.get("MKL_CBWR"), flush=True)
             if not os.path.exists(os.environ["MARK"]):
                 open(os.environ["MARK"], "w").close()
                 os.kill(os.getpid(), 9)
@@ -64,8 +65,9 @@ MODULES = {
             return 2
         """,
     "dv_preload": """
+        import os
         def preload():
-            pass
+            os.environ["MKL_CBWR"] = "AVX2,STRICT"  # as an import does
         """,
 }
 # `python -m` runs a module's file, a fork calls its main.
@@ -210,7 +212,8 @@ def test_kill_9_of_the_launcher_ends_all(folder):
     gone(pids)
 
 
-def test_a_process_that_dies_is_started_again(spawner, folder):
+def test_a_process_that_dies_is_started_again(spawner, folder, monkeypatch):
+    monkeypatch.delenv("MKL_CBWR", raising=False)  # an import has set it on some processors
     told = []
     supervisor = Supervisor(
         [(spec(folder, "coordinator", "dv_once", MARK=folder / "mark"), spawner)], JobRestarts(3), tell=told.append
@@ -221,7 +224,9 @@ def test_a_process_that_dies_is_started_again(spawner, folder):
     assert "coordinator died (signal SIGKILL)" in told[0]
     log = (folder / "coordinator.log").read_text()
     assert log.count("state of") == 2
-    assert log.count("shared" if isinstance(spawner, ForkSpawner) else "alone") == 2
+    forked = isinstance(spawner, ForkSpawner)
+    assert log.count("shared" if forked else "alone") == 2
+    assert log.count(f"MKL: {'AVX2,STRICT' if forked else None}") == 2
 
 
 @pytest.mark.parametrize("whose", ["process", "child", "spawner"])

@@ -26,6 +26,7 @@ from dovetail.launch import proctree, zygote
 from dovetail.launch.local.launcher import spawn_kind
 from dovetail.launch.spawn import PRELOAD, ForkSpawner
 from dovetail.protocol.process import endings
+from dovetail.protocol.process.inheritance import take_environment
 
 TESTS = Path(__file__).parents[1]
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -180,8 +181,7 @@ def _become(request: dict[str, Any], parent: int, log: int, kept: int) -> NoRetu
             arguments.append(str(kept))
         else:
             os.close(kept)
-        os.environ.clear()
-        os.environ.update(env)
+        take_environment(os.environ, env)
         own = [path for path in env.get("PYTHONPATH", "").split(":") if path]
         sys.path[:] = [*own, *(path for path in sys.path if path != str(TESTS)), str(TESTS)]
         for stream in (sys.stdout, sys.stderr):

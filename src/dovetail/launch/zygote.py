@@ -36,6 +36,7 @@ from dovetail.launch.proctree import (
     snapshot,
 )
 from dovetail.protocol.process.endings import die_with_parent
+from dovetail.protocol.process.inheritance import take_environment
 from dovetail.protocol.process.pulse import Pulse
 
 
@@ -79,8 +80,7 @@ def _child(request: dict[str, Any], zygote: int, fork: bool) -> NoReturn:
         if not fork:
             os.execve(sys.executable, [sys.executable, "-P", "-m", module, *request["arguments"]], env)
         set_name(request["name"])
-        os.environ.clear()
-        os.environ.update(env)
+        take_environment(os.environ, env)
         sys.argv = [module]
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -28,6 +28,7 @@ from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
 from dovetail.protocol.process.endings import why_ended
 from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.inheritance import take_environment
 from dovetail.rollout.serving.preload import SERVING, TRAINING
 
 
@@ -148,6 +149,14 @@ def test_a_job_inherits_nothing_that_would_change_how_its_processes_meet():
 def test_a_thread_count_that_is_no_number_is_not_inherited(given):
     env = rendered(a_job(CPU), CPU_PLAN, base_env={"OMP_NUM_THREADS": given}, threads=3)["trainer-0"].env
     assert env["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_forked_process_keeps_what_the_imports_set_for_mkl_unless_it_is_given():
+    """`dovetail.models.layers.packing` sets it where it is imported, which is before the fork."""
+    for given, kept in (({}, "AVX2,STRICT"), ({"MKL_CBWR": "COMPATIBLE"}, "COMPATIBLE")):
+        environ = {"MKL_CBWR": "AVX2,STRICT", "OF_THE_ZYGOTE": "1"}
+        take_environment(environ, {"HOME": "/", **given})
+        assert environ == {"MKL_CBWR": kept, "HOME": "/"}
 
 
 @pytest.mark.parametrize("proxy", ["http_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"])

@@ -53,6 +53,18 @@ def inherited(environ: Mapping[str, str], threads: int) -> dict[str, str]:
     return {"TOKENIZERS_PARALLELISM": "false", **kept}
 
 
+# `dovetail.models` sets it when it is imported, for MKL to read at its first product.
+_SET_BY_IMPORTS = ("MKL_CBWR",)
+
+
+def take_environment(environ: MutableMapping[str, str], given: Mapping[str, str]) -> None:
+    """Replace the environment of a process that was forked with its imports made, as if it had made them itself: what
+    they set stays, unless it is given."""
+    kept = {name: environ[name] for name in _SET_BY_IMPORTS if name in environ}
+    environ.clear()
+    environ.update({**kept, **given})
+
+
 # torch's settings of its CUDA allocator. The newer name comes first.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
