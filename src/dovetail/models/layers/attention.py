@@ -144,7 +144,8 @@ def _by_sequences(
     divided into parts. Short blocks of the same shape are computed in one call, which gives the same bits for less."""
     blocks: list[tuple[Tensor, Tensor, Tensor]] = []
     alike: dict[tuple[int, ...], list[int]] = {}
-    plain = scores.softcap is None and scores.sinks is None
+    # With several threads, a matrix product's last bits depend on how many heads and sequences share the threads.
+    plain = scores.softcap is None and scores.sinks is None and torch.get_num_threads() == 1
     for q, (k, v), before in zip(query.split(packing.lengths, dim=2), joined, packing.before, strict=True):
         for start in range(0, q.shape[2], RESPONSE_BLOCK if before else q.shape[2]):
             rows, end = slice(start, start + RESPONSE_BLOCK), before + start + RESPONSE_BLOCK
