@@ -70,6 +70,14 @@ def test_a_restored_controller_goes_on_as_if_nothing_had_happened() -> None:
     assert two.decide([16] * 64, [gpu()] * 4) == one.decide([16] * 64, [gpu()] * 4)
 
 
+def test_discarded_episodes_are_no_measure_of_lengths() -> None:
+    seen, told = ThresholdController("Auto", 512), ThresholdController("Auto", 512)
+    seen.observe([*range(1, 65), 0, 0])
+    seen.observe([0, 0])
+    told.observe(list(range(1, 65)))
+    assert seen.decide([16] * 64, [gpu()] * 4) == told.decide([16] * 64, [gpu()] * 4)
+
+
 def test_the_priors_tail_is_about_ten_times_its_median() -> None:
     lengths = Lengths.long_tailed(2048).draw(20_000, np.random.default_rng(0))
     assert lengths.min() >= 1

@@ -81,9 +81,10 @@ class ThresholdController:
         self._chosen = False
 
     def observe(self, response_lengths: Sequence[int]) -> None:
-        """Remember the measured response lengths of an iteration, in tokens."""
-        if len(response_lengths):
-            self._recent.append([int(n) for n in response_lengths])
+        """Remember the measured response lengths of an iteration, in tokens. A discarded episode, which has 0, is no
+        measure."""
+        if known := [int(n) for n in response_lengths if n > 0]:
+            self._recent.append(known)
 
     def decide(self, prompt_lengths: Sequence[int], profiles: Sequence[StageProfile]) -> Decision:
         """The decision for an iteration with these prompts on these instances. It is deterministic, given what was
