@@ -72,7 +72,7 @@ def class_crd() -> Schema:
     root = _root("What an administrator gives to the pods of some RLHFJobs, and what these may name.", RLHFJobClassSpec)
     places = ("spec", "spec.coordinator", "spec.trainer", "spec.rollout")
     _add(root, places, [each for rule in POD_RULES for each in replace(rule, at=places).cel_rules()])
-    names = {"kind": CLASS_KIND, "plural": CLASS_PLURAL, "categories": ["dovetail"]}
+    names = {"kind": CLASS_KIND, "plural": CLASS_PLURAL}
     columns = [_column(*column) for column in _CLASS_COLUMNS]
     return _definition("Cluster", names, {"additionalPrinterColumns": columns}, root)
 
