@@ -313,9 +313,7 @@ def generated(world: World, folder: Path, drain: bool) -> tuple[list[Sample], li
 
 
 def pretend_slow_prefills(generator: Generator, instance: Any) -> None:
-    from dovetail.coordinator.samples.kv_migration import ability
-
-    kv = ability(instance)
+    kv = generator.kv._ability(instance)
     assert kv is not None
     generator.kv._measured(kv).measured(Mechanism.TOKENS, 10, 60.0)
 
