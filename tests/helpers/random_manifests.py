@@ -20,6 +20,7 @@ from helpers.manifests import GOOD
 _CALLABLES = ("a:b", "c:b", "a:c")
 # Texts that rules tell apart, by the field's name; other fields get a word.
 _TEXTS: dict[str, tuple[str, ...]] = {
+    "url": ("http://environments:8080",),
     "name": ("a", "b", "trainer", "coordinator"),
     "pvc": ("claim", "claim/", "/claim", "claim/folder", "claim//folder/", "it's/here", "%s", "%s/x"),
     "split": ("train", "test"),

@@ -109,7 +109,7 @@ def test_rules_read_fields_that_exist_and_that_defaults_fill_or_has_guards():
             node, read = top, "self"
             steps = reference.strip(".").split(".")
             for step in steps[: -1 if has else None]:
-                if step in ("all", "contains", "exists", "exists_one", "filter", "matches", "split"):
+                if step in ("all", "contains", "exists", "exists_one", "filter", "matches", "size", "split"):
                     break
                 parent, node = node, node["properties"][step.strip("_")]
                 read += f".{step}"
