@@ -21,7 +21,8 @@ from helpers.model_folder import save_model_folder
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-# Commands that start processes, ask a hub or a cluster, or look at this machine. A test runs each of them.
+# Commands that start processes, ask a hub or a cluster, look at this machine, or need the store of a whole run. A test
+# runs each of them.
 ELSEWHERE = {
     r"run (?!.*--print-only).*--method": ("tests/e2e/test_new_user.py", '"--method"'),
     r"run .*--resume": ("tests/e2e/test_launcher_run.py", '"--resume"'),
@@ -34,7 +35,10 @@ ELSEWHERE = {
     "ui": ("tests/unit/coordinator/test_run_page.py", '"ui"'),
     "profile": ("tests/e2e/test_new_user.py", '"profile"'),
     "debug replay": ("tests/e2e/test_job.py", '"debug", "replay"'),
+    "debug diff": ("tests/unit/local/test_debug_diff.py", '"debug", "diff"'),
+    "audit": ("tests/unit/coordinator/test_audit.py", '"audit"'),
     "doctor": ("tests/unit/local/test_doctor.py", '"doctor"'),
+    "plan .*--class": ("tests/unit/local/test_cli_main.py", '"--class"'),
     "plan .*--cluster": ("tests/unit/planner/test_placement_cli.py", '"--cluster"'),
 }
 

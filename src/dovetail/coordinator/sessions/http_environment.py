@@ -23,6 +23,7 @@ import aiohttp
 
 from dovetail.coordinator.sessions.bridge import Tools
 from dovetail.coordinator.sessions.effects import EpisodeLost, Failed, MayBeMade, NotMade, ToolCall, storable
+from dovetail.protocol.http.client_session import client_session
 
 FIELD = "spec.sessions.environment.url"
 # How often a request is sent that may be sent again, and seconds before the second time. They double each time.
@@ -110,7 +111,7 @@ class HttpEnvironment:
     async def once(self, method: str, path: str, body: Mapping[str, Any] | None = None, key: str | None = None) -> Any:
         """The answer to one request. Raises _Unanswered."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.seconds))
+            self._session = client_session(timeout=aiohttp.ClientTimeout(total=self.seconds))
         headers = {"Idempotency-Key": key} if key is not None else {}
         try:
             async with self._session.request(method, self._url + path, json=body, headers=headers) as answer:
