@@ -319,6 +319,9 @@ class Heartbeat(Message):
     rank: int
     incarnation: str
     generation: int | None = None
+    at: str = Field(
+        default="", description="Where the main thread stands in the code. Empty while the rank makes progress."
+    )
 
 
 class HeartbeatReply(Message):

@@ -60,6 +60,24 @@ CASES: dict[str, tuple[WaitingRun, str]] = {
         replace(ALIVE, phase="weights", servers=[IDLE[0], Peer("rollouts-1", LONG_AGO)]),
         "it waits for weights; rollouts-1 has not reported since ",
     ),
+    "a trainer reports, but its main thread hangs": (
+        replace(
+            ALIVE,
+            phase="training",
+            trainers=[
+                Peer("trainer-0", NOW, at="dovetail.trainer.engine.executor:494 in _wait"),
+                Peer("trainer-1", NOW, at="dovetail.trainer.algorithms.policy:88 in loss"),
+                Peer("trainer-2", NOW, at="dovetail.trainer.engine.executor:494 in _wait"),
+                Peer("trainer-3", NOW),
+            ],
+        ),
+        "all trainers report, but some make no progress: trainer-1 at dovetail.trainer.algorithms.policy:88 in loss, "
+        "trainer-0 and 1 more at dovetail.trainer.engine.executor:494 in _wait; the first is the likeliest cause",
+    ),
+    "trainers that work": (
+        replace(ALIVE, phase="training", servers=IDLE),
+        "all trainers report and make progress",
+    ),
     "a reward function that hangs": (
         replace(ALIVE, phase="inference", servers=IDLE, calls={"judge": LONG_AGO, "length": NOW}),
         "it waits for the reward function judge, which has been running since 13:45:30 UTC; ",

@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 
-from dovetail.protocol.messages import CommandResult, HeartbeatReply, JoinRequest, NextReply, NextRequest, Save
+from dovetail.protocol.messages import (
+    CommandResult,
+    Heartbeat,
+    HeartbeatReply,
+    JoinRequest,
+    NextReply,
+    NextRequest,
+    Save,
+)
 from dovetail.protocol.process.endings import SUPERSEDED
 from dovetail.protocol.process.pulse import PULSE, Progress
 from dovetail.trainer.rank import coordinator_client as client_module
@@ -232,9 +240,11 @@ class Beats:
         self.running: str | None = None
         self.away = False
         self.heard = 0
+        self.at = ""
 
-    def heartbeat(self, beat: object) -> HeartbeatReply | None:
+    def heartbeat(self, beat: Heartbeat) -> HeartbeatReply | None:
         self.heard += 1
+        self.at = beat.at
         return None if self.away else HeartbeatReply(generation=self.generation, running=self.running)
 
 
@@ -275,6 +285,17 @@ def test_the_pulse_beats_with_the_work_and_not_with_the_cpu(tmp_path: Path, monk
     os.utime(mark, ns=(1, 1))
     polls_until(heard(5))
     assert mark.stat().st_mtime_ns == 1, "it waits for what never comes"
+    monkeypatch.setattr(heartbeat, "STILL_BEATS", 2)
+
+    def standing() -> int:
+        """Called by the product, so that the main thread stands there until the coordinator has heard of it."""
+        polls_until(lambda: beats.at.startswith("dovetail.protocol.process.pulse:") and beats.at.endswith(" in moved"))
+        return 0
+
+    Progress(transferred=standing).moved()
+    with progress.bounded():
+        polls_until(lambda: beats.at == "")
+    os.utime(mark, ns=(1, 1))
     progress.made()
     polls_until(lambda: mark.stat().st_mtime_ns > 1)
     thread.stop()

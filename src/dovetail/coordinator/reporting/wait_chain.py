@@ -16,18 +16,21 @@ SILENT_SECONDS = 10.0
 LATE_FACTOR = 3.0
 LATE_SECONDS = 30.0
 REMEMBERED = 20
+MOST_PLACES = 3
 
 
 @dataclass(frozen=True)
 class Peer:
     """A process. It was last `heard` of then. `reason` says why it may not work, and is empty if it may. `samples` are
-    on it, and its last `token` came then. Times are in seconds since the epoch."""
+    on it, and its last `token` came then. A trainer that makes no progress is `at` this line of the code. Times are in
+    seconds since the epoch."""
 
     name: str
     heard: float
     reason: str = ""
     samples: int = 0
     token: float = 0.0
+    at: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,16 @@ class _Cause:
         absent = [peer.name for peer in self.found.trainers if peer.reason]
         if absent:
             return f"it waits for {', '.join(absent)} to join the other trainers; the log of {absent[0]} says why not"
-        return "all trainers report, so they work or wait for each other; the newest line of their logs says on what"
+        places: dict[str, list[str]] = {}
+        for peer in self.found.trainers:
+            if peer.at:
+                places.setdefault(peer.at, []).append(peer.name)
+        if not places:
+            return "all trainers report and make progress"
+        # The others wait for the one that stands elsewhere.
+        found = sorted(places.items(), key=lambda place: len(place[1]))
+        told = ", ".join(f"{_some(names)} at {place}" for place, names in found[:MOST_PLACES])
+        return f"all trainers report, but some make no progress: {told}; the first is the likeliest cause"
 
     def _of_samples(self) -> str:
         found = self.found
@@ -118,6 +130,10 @@ class _Cause:
     def _silent(self, peers: Sequence[Peer]) -> Peer | None:
         """The one that has been silent for the longest time."""
         return min((peer for peer in peers if peer.heard < self.limit), key=lambda peer: peer.heard, default=None)
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _silence(peer: Peer) -> str:

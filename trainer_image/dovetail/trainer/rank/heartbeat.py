@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from dovetail.protocol.process.pulse import PROGRESS, Pulse
 from dovetail.trainer.rank.coordinator_client import RankProcess
 
 INTERVAL_SECONDS = 2.0
+STILL_BEATS = 5  # without progress before it is told where the rank stands
 
 
 class Abortable(Protocol):
@@ -101,13 +103,13 @@ class HeartbeatThread:
             known = self._live is None or self._live[1] < self._watched[1] or command_id in self._live[0]
             return self._superseded_at is not None or self._cancelled == command_id or not known
 
-    def beat(self) -> None:
-        """Send one heartbeat and act on its answer."""
+    def beat(self, at: str = "") -> None:
+        """Send one heartbeat and act on its answer. `at` says where the main thread stands, if it makes no progress."""
         with self._lock:
             generation = self._generation
         asked = self._clock()
         reply = self._client.heartbeat(
-            Heartbeat(name=self._name, rank=self._rank, incarnation=self._incarnation, generation=generation)
+            Heartbeat(name=self._name, rank=self._rank, incarnation=self._incarnation, generation=generation, at=at)
         )
         now = self._clock()
         with self._lock:
@@ -135,9 +137,18 @@ class HeartbeatThread:
             self._exit(SUPERSEDED)
 
     def _run(self) -> None:
-        pulse = Pulse.read()
+        pulse, still = Pulse.read(), 0
         while not self._stop.is_set():
-            if PROGRESS.moved():
+            still = 0 if PROGRESS.moved() else still + 1
+            if not still:
                 pulse.beat()
-            self.beat()
+            self.beat(_place(threading.main_thread()) if still >= STILL_BEATS else "")
             self._stop.wait(INTERVAL_SECONDS)
+
+
+def _place(thread: threading.Thread) -> str:
+    """The innermost line of Dovetail's own code that the thread is in, such as `dovetail.trainer.main:92 in serve`."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith("dovetail."):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_globals['__name__']}:{frame.f_lineno} in {frame.f_code.co_name}"
