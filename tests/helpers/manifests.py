@@ -70,6 +70,14 @@ FIELDS = [
     ({"groups": []}, "spec.groups must be a list of 1 to 32 items; it has 0."),
     ({"groups": {"name": "a"}}, "spec.groups must be a list of 1 to 32 items; it is a mapping."),
     ({"groups.0.name": "Big_A"}, "spec.groups[0].name must be lower-case letters, digits and dashes, starting and"),
+    (
+        {"output": {"s3": {"bucket": "A B"}}},
+        "spec.output.s3.bucket must be lower-case letters, digits, dashes, dots and",
+    ),
+    (
+        {"output": {"s3": {"bucket": "abc", "endpoint": "ftp://x"}}},
+        "spec.output.s3.endpoint must be the URL of a server",
+    ),
     ({"groups.0.name": DELETE}, "spec.groups[0].name is required"),
     ({"groups.0.roles": ["trainr"]}, 'spec.groups[0].roles[0] must be one of trainer, rollout; it is "trainr".'),
     ({"groups.0.replicas": 0}, "spec.groups[0].replicas must be a whole number of at least 1 and at most 4096 (or"),

@@ -10,6 +10,15 @@ from pydantic.alias_generators import to_camel
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 # The names of Secrets and ConfigMaps, which may have dots.
 OBJECT_NAME_PATTERN = r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"
+FOLDER_PATTERN = r"^[A-Za-z0-9][-A-Za-z0-9._]*$"
+WORD_PATTERN = r"^[A-Za-z_]\w*$"
+KEY_PATTERN = r"^[-._a-zA-Z0-9]+$"
+CONTROLLER_PATTERN = r"^[a-z0-9][-.a-z0-9]*/[A-Za-z0-9][-._/A-Za-z0-9]*$"
+FIELD_PATTERN = r"^(metadata|spec)(\.[A-Za-z][-A-Za-z0-9]*)*$"
+URL_PATTERN = r"^https?://\S+$"
+SERVER_PATTERN = r"^https?://[^/\s]+/?$"
+BUCKET_PATTERN = r"^[a-z0-9][-a-z0-9._]*[a-z0-9]$"
+PREFIX_PATTERN = r"^([^/\s][^\s]*)?$"
 CALLABLE_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 # The policy losses that the trainer implements (`dovetail.trainer.algorithms.policy`).
@@ -22,8 +31,8 @@ METRIC_PATTERN = rf"^({'|'.join(METRICS)}|{CALLABLE_PATTERN[1:-1]})$"
 
 Name = Annotated[str, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=OBJECT_NAME_PATTERN)]
-ControllerName = Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9][-.a-z0-9]*/[A-Za-z0-9][-._/A-Za-z0-9]*$")]
-Folder = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][-A-Za-z0-9._]*$")]
+ControllerName = Annotated[str, Field(max_length=63, pattern=CONTROLLER_PATTERN)]
+Folder = Annotated[str, Field(min_length=1, max_length=128, pattern=FOLDER_PATTERN)]
 Callable_ = Annotated[str, Field(max_length=256, pattern=CALLABLE_PATTERN)]
 LossName = Annotated[str, Field(max_length=256, pattern=LOSS_PATTERN)]
 EvaluationMetric = Annotated[str, Field(max_length=256, pattern=METRIC_PATTERN)]

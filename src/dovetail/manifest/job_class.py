@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from dovetail.manifest.base import Model, Name, ObjectMeta, ObjectName, Text
+from dovetail.manifest.base import FIELD_PATTERN, Model, Name, ObjectMeta, ObjectName, Text
 from dovetail.manifest.checks.rules.pod_rules import template_errors
 from dovetail.manifest.documents import ManifestError, dotted
 from dovetail.manifest.merge import MERGE_KEYS, merge
@@ -18,7 +18,7 @@ from dovetail.manifest.types import API_VERSION, Group, RLHFJob, RLHFJobSpec, Ro
 
 CLASS_KIND = "RLHFJobClass"
 _CONTAINERS = ("containers", "initContainers", "ephemeralContainers")
-FieldName = Annotated[str, Field(max_length=253, pattern=r"^(metadata|spec)(\.[A-Za-z][-A-Za-z0-9]*)*$")]
+FieldName = Annotated[str, Field(max_length=253, pattern=FIELD_PATTERN)]
 
 
 class ClassPods(Model):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from dovetail.manifest.base import Callable_, Fraction, LossName, Model, Path_, PositiveFloat, PositiveInt
+from dovetail.manifest.base import URL_PATTERN, Callable_, Fraction, LossName, Model, Path_, PositiveFloat, PositiveInt
 from dovetail.manifest.field_policy import WHEN_RESUMED, Policy, fixed
 
 # TRL uses this value, and so do shared-body setups after InstructGPT.
@@ -430,7 +430,7 @@ class SessionEnvironment(Model):
         "public methods are the tools, and get_reward, if it has one, says what the episode earned. It is imported "
         "from models.reward.importPath.",
     )
-    url: Annotated[str, Field(min_length=1, max_length=2048, pattern=r"^https?://\S+$")] | None = Field(
+    url: Annotated[str, Field(min_length=1, max_length=2048, pattern=URL_PATTERN)] | None = Field(
         default=None,
         description="Where a server has the environments, such as http://games:8000 (environments.md).",
     )

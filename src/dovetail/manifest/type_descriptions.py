@@ -13,10 +13,22 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dovetail.manifest.base import CALLABLE_PATTERN, LOSS_PATTERN, LOSSES, METRIC_PATTERN, METRICS, NAME_PATTERN
+from dovetail.manifest import base
+from dovetail.manifest.base import CALLABLE_PATTERN, LOSS_PATTERN, LOSSES, METRIC_PATTERN, METRICS
 
 _PATTERNS = {
-    NAME_PATTERN: "lower-case letters, digits and dashes, starting and ending with a letter or digit",
+    base.NAME_PATTERN: "lower-case letters, digits and dashes, starting and ending with a letter or digit",
+    base.OBJECT_NAME_PATTERN: "lower-case letters, digits, dashes and dots, starting and ending with a letter or digit",
+    base.BUCKET_PATTERN: "lower-case letters, digits, dashes, dots and underscores, starting and ending with a letter "
+    "or digit",
+    base.KEY_PATTERN: "letters, digits, dashes, dots and underscores",
+    base.FOLDER_PATTERN: "letters, digits, dashes, dots and underscores, starting with a letter or digit",
+    base.WORD_PATTERN: "letters, digits and underscores, not starting with a digit",
+    base.CONTROLLER_PATTERN: "a name with its domain, such as example.com/controller",
+    base.FIELD_PATTERN: "a field of a job, such as spec.ppo.kl",
+    base.URL_PATTERN: "a URL that begins with http:// or https://",
+    base.SERVER_PATTERN: "the URL of a server, such as https://example.com:9000",
+    base.PREFIX_PATTERN: "text without spaces that does not begin with /",
     CALLABLE_PATTERN: "a Python function as module:callable",
     LOSS_PATTERN: f"{', '.join(LOSSES)} or a Python function as module:callable",
     METRIC_PATTERN: f"{', '.join(METRICS)} or a Python function as module:callable",
@@ -157,7 +169,8 @@ def _text(metadata: list[Any]) -> str:
     for item in metadata:
         pattern = getattr(item, "pattern", None)
         if pattern in _PATTERNS:
-            return _PATTERNS[pattern] + _size([m for m in metadata if isinstance(m, MaxLen)], "character")
+            sizes = [m for m in metadata if isinstance(m, MaxLen) or (isinstance(m, MinLen) and m.min_length > 1)]
+            return _PATTERNS[pattern] + _size(sizes, "character")
     return "text" + _size(metadata, "character")
 
 

@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from dovetail.manifest.base import (
+    BUCKET_PATTERN,
+    KEY_PATTERN,
+    PREFIX_PATTERN,
+    SERVER_PATTERN,
+    WORD_PATTERN,
     Callable_,
     ControllerName,
     EvaluationMetric,
@@ -218,7 +223,7 @@ class CriticModel(TrainedModel):
     )
 
 
-RewardName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z_]\w*$")]
+RewardName = Annotated[str, Field(min_length=1, max_length=63, pattern=WORD_PATTERN)]
 
 
 class RewardFunction(Model):
@@ -575,7 +580,7 @@ class SecretKey(Model):
     """One key of a Secret in the job's namespace."""
 
     name: ObjectName = Field(description="The Secret's name.")
-    key: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")] = Field(
+    key: Annotated[str, Field(min_length=1, max_length=253, pattern=KEY_PATTERN)] = Field(
         default="token", description="The key whose value is used."
     )
 
@@ -718,13 +723,13 @@ class Storage(Model):
 class ObjectStorage(Model):
     """A bucket that speaks the S3 protocol."""
 
-    bucket: Annotated[str, Field(min_length=3, max_length=63, pattern=r"^[a-z0-9][-a-z0-9._]*[a-z0-9]$")] = Field(
+    bucket: Annotated[str, Field(min_length=3, max_length=63, pattern=BUCKET_PATTERN)] = Field(
         description="The bucket's name. It must exist."
     )
-    prefix: Annotated[str, Field(max_length=512, pattern=r"^([^/\s][^\s]*)?$")] = Field(
+    prefix: Annotated[str, Field(max_length=512, pattern=PREFIX_PATTERN)] = Field(
         default="", description="What the names of all objects begin with, such as models/chat-7b."
     )
-    endpoint: Annotated[str, Field(max_length=512, pattern=r"^https?://[^/\s]+/?$")] | None = Field(
+    endpoint: Annotated[str, Field(max_length=512, pattern=SERVER_PATTERN)] | None = Field(
         default=None, description="URL of the server; default: Amazon's of the region."
     )
     region: Text | None = Field(default=None, description="The bucket's region, if the server has regions.")

@@ -1,10 +1,15 @@
 """`dovetail explain` and the words for types."""
 
+import json
+import re
+
 import pytest
+from pydantic import BaseModel, Field
 
 from dovetail.manifest.describe.explain import ExplainError, explain
-from dovetail.manifest.type_descriptions import model_in
-from dovetail.manifest.types import RLHFJob
+from dovetail.manifest.job_class import RLHFJobClass
+from dovetail.manifest.type_descriptions import describe, model_in
+from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 
 
 def test_an_object_lists_its_fields_with_types_and_defaults():
@@ -34,6 +39,15 @@ def test_unions_show_both_sides():
 def test_the_root_and_status():
     assert "spec <RLHFJobSpec> -required-" in explain("RLHFJob")
     assert "samplesPerSecond <number>" in explain("RLHFJob.status")
+
+
+@pytest.mark.parametrize("kind", [RLHFJobSpec, RLHFJobClass])
+def test_a_text_of_a_certain_form_is_described_by_its_form(kind: type[BaseModel]) -> None:
+    """Not by its length alone, which is seldom what is wrong with it."""
+    patterns = set(re.findall(r'"pattern": ("(?:[^"\\]|\\.)*")', json.dumps(kind.model_json_schema())))
+    assert patterns
+    described = {each: describe(str, Field(pattern=json.loads(each)).metadata) for each in patterns}
+    assert [pattern for pattern, words in described.items() if words == "text"] == []
 
 
 @pytest.mark.parametrize(
