@@ -313,7 +313,7 @@ class Engines:
         ]
         running = {} if self._rewards is None else self._rewards.running()
         calls = {name: epoch + began for name, began in running.items()}
-        found = WaitingRun(phase, iteration, ranks, peers("rollout"), peers("scorer"), calls)
+        found = WaitingRun(phase, ranks, peers("rollout"), peers("scorer"), calls)
         before, self._stalled = self._stalled, wait_chain(found, epoch + since, time.time())
         if self._stalled != before:
             self.log("phase.stalled", iteration=iteration, phase=phase, message=self._stalled)

@@ -39,7 +39,6 @@ class WaitingRun:
     function that runs has been running, in seconds since the epoch."""
 
     phase: str
-    iteration: int
     trainers: Sequence[Peer]
     servers: Sequence[Peer]
     scorers: Sequence[Peer]
@@ -47,9 +46,9 @@ class WaitingRun:
 
 
 def wait_chain(found: WaitingRun, since: float, now: float) -> str:
-    """The sentence about a run that has been in its phase since then. It has no durations, so it stays the same as long
-    as nothing happens. Times are in seconds since the epoch."""
-    told = f"iteration {found.iteration} has been in {found.phase} since {_clock(since)}"
+    """The sentence about a run that has been in its phase since then. Like all verdicts it names no iteration. It
+    has no durations, so it stays the same as long as nothing happens. Times are in seconds since the epoch."""
+    told = f"{found.phase} has gone on since {_clock(since)}"
     return f"{told}: {_Cause(found, now - SILENT_SECONDS).sentence()}"
 
 
