@@ -209,7 +209,7 @@ def _ppo(line: OneLine, ranks: int, micro: int, on_gpus: bool, response: int) ->
     if line.method == "dapo":
         ppo["overlong"] = {"fromTokens": response * 3 // 4}
     size = _multiple(64 if on_gpus else 16, math.lcm(ranks * micro, ppo.get("samplesPerPrompt", 1)))
-    ppo |= {"iterations": 100, "globalBatchSize": size, "miniBatchSize": size, "microBatchSize": micro}
+    ppo |= {"iterations": 100, "lag": "Auto", "globalBatchSize": size, "miniBatchSize": size, "microBatchSize": micro}
     ppo["actorOptimizer"] = {"learningRate": 1e-6}
     if line.method == "ppo":
         ppo["criticOptimizer"] = {"learningRate": 1e-5}

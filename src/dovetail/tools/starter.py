@@ -224,6 +224,7 @@ _COMMENTS = {
     "data.split": "The stages share the file. No record is used by two of them.",
     "data.heldOut": "This share of the records is never trained on. Losses of the report are measured on it.",
     "sft.microBatchSize": "Lower it if memory does not suffice.",
+    "ppo.lag": "The plan says whether answers are drawn while the trainers learn. 0: they take turns.",
     "ppo.globalBatchSize": "Prompts in an iteration: globalBatchSize / samplesPerPrompt.",
     "generation": "A model that reasons needs 4096 or more.",
     "sessions": "Samples are episodes: the model calls the tools of game.py, which runs in a sandbox (bubblewrap).",

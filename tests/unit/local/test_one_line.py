@@ -18,6 +18,8 @@ from dovetail.gpus import nvidia_driver
 from dovetail.gpus.nvidia_driver import Device, Driver, NoDriver
 from dovetail.manifest.checks.validation import check, parse_manifest
 from dovetail.manifest.documents import parse
+from dovetail.manifest.training_types import AUTO_LAG
+from dovetail.planner.make_plan import make_plan
 from dovetail.tools.one_line import METHODS, OneLine, document, product_label
 from helpers.model_folder import llama_shapes, write_weights
 
@@ -110,6 +112,8 @@ def test_each_method_makes_a_manifest_without_mistakes(method: str, gpus: one_li
         assert check(job.spec) == []
         assert next(group.gpu.product for group in job.spec.groups) == (gpus.product if gpus else None)
         if method not in own:
+            assert job.spec.ppo.lag == AUTO_LAG
+            assert gpus or make_plan(job.spec).lag == 0, "processes that share cores gain nothing"
             assert job.spec.ppo.method.replace(". ", "-").lower() == {"dapo": "grpo"}.get(method, method)
 
 
