@@ -15,7 +15,6 @@ on this machine. Only the coordinator runs in your process."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -45,7 +44,6 @@ try:
     from dovetail.launch.local.aftermath import with_cause, write_results
     from dovetail.launch.local.launcher import Launcher, earlier_run
     from dovetail.launch.local.rundir import lag_of_run, zero3_of_run
-    from dovetail.launch.local.status_poll import StatusPoller
     from dovetail.protocol.eventlog import EventLog
 except ModuleNotFoundError as error:
     raise import_error("dovetail.local.pipeline", ["coordinator"], error) from error
@@ -62,10 +60,7 @@ class Pipeline:
     called in this process, for all responses to a prompt or for each one (docs/custom.md), while others are generated.
 
     `advantage_function(experience)` replaces the job's estimator. It returns advantages (N,R), or these and the returns
-    that the critic learns. A manifest can name the same function (`ppo.advantageFunction`).
-
-    `on_progress(status)` is called twice a second, from another thread, with the coordinator's status
-    (docs/run-files.md)."""
+    that the critic learns. A manifest can name the same function (`ppo.advantageFunction`)."""
 
     def __init__(
         self,
@@ -76,7 +71,6 @@ class Pipeline:
         advantage_function: AdvantageFunction | None = None,
         resume: bool = False,
         overwrite: bool = False,
-        on_progress: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
         if reward_function is not None and job.spec.ppo.reward_clip == "Auto":
             job = without_clip(job)
@@ -95,8 +89,6 @@ class Pipeline:
         self._finished = False
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._on_progress = on_progress
-        self._watching = contextlib.ExitStack()
 
     @classmethod
     def from_manifest(
@@ -143,6 +135,14 @@ class Pipeline:
             return self.engines.over
 
         return self._call(ask())
+
+    def status(self) -> dict[str, Any]:
+        """The coordinator's status (docs/run-files.md). Another thread may ask for it while a call runs."""
+
+        async def ask() -> dict[str, Any]:
+            return self.engines.status()
+
+        return self._submit(ask())
 
     def prompts(self) -> list[str]:
         """The texts of the job's own prompts for the next iteration."""
@@ -210,8 +210,6 @@ class Pipeline:
             # Each call of a reward function has its own deadline.
             self._submit(self._engines.check_rewards())
             self._start_thread(self._supervise, "dovetail-launcher")
-            if self._on_progress is not None:
-                self._watching.enter_context(StatusPoller(self._launcher.url, self._launcher.token, self._on_progress))
         except BaseException as error:
             self.close()
             self._leave(error)
@@ -228,7 +226,6 @@ class Pipeline:
     def close(self) -> None:
         """End every process. A second call does nothing."""
         self._closing.set()
-        self._watching.close()
         if self._engines is not None:
             engines, self._engines = self._engines, None
             self._submit(engines.__aexit__(None, None, None), END_SECONDS)
