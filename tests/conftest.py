@@ -52,6 +52,8 @@ SHARING = {"cluster", "own clusters", "api server", "nullgpu", *TOGETHER}
 # A test without the mark slow needs half of this at most, beside what it is the first to import or compile.
 FAST_CPU_SECONDS = 1.0
 BEGAN = pytest.StashKey[float]()
+# The files whose import has begun a thread.
+THREADED: list[str] = []
 
 
 gc.disable()  # until all tests are collected: what is imported stays
@@ -123,6 +125,20 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write("".join(f"{seconds:6.1f} {name}\n" for seconds, name in long))
 
 
+def threads() -> int:
+    """Those of this process, Python's and others."""
+    return len(list(Path("/proc/self/task").glob("*")))
+
+
+THREADS = threads()
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    # With more than one, torch has threads of its own.
+    if os.environ.get("OMP_NUM_THREADS") == "1" and not forked_workers.COLLECTED and threads() > THREADS:
+        THREADED.append(report.nodeid)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Test files import neither vLLM, which takes five seconds that most runs don't need, nor pyarrow, whose threads
     would keep the workers from being forked.
@@ -130,6 +146,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     A million objects of imported modules live as long as the tests. Else each `gc.collect()` would visit them."""
     if named := sorted({"vllm", "pyarrow"} & sys.modules.keys()):
         raise pytest.UsageError(f"a test file imports {named[0]} when it is imported; let it use helpers.lazy")
+    if THREADED and threads() > THREADS:
+        raise pytest.UsageError(f"{THREADED[0]} starts a thread when it is imported: workers could not be forked")
     names = {item.nodeid for item in session.items}
     if named := sorted(names ^ (forked_workers.COLLECTED or names)):
         raise pytest.UsageError(f"{named[0]} is found once only; give parametrize a list, not an iterator")

@@ -7,6 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,8 +47,12 @@ TOOLS = [
         },
     }
 ]
-TOKENIZER = with_ends(byte_tokens(), shipped()["trl: qwen2_5"][0])
 END = "<|im_end|>"
+
+
+@cache
+def tokenizer() -> Any:
+    return with_ends(byte_tokens(), shipped()["trl: qwen2_5"][0])
 
 
 def call(number: object) -> str:
@@ -70,10 +75,10 @@ class Model(FakeVllm):
         self.says = says
 
     def next_token(self, seed: int, tokens: list[int]) -> tuple[int, bool]:
-        text = TOKENIZER.decode(tokens, skip_special_tokens=False)
+        text = tokenizer().decode(tokens, skip_special_tokens=False)
         head, mark, turn = text.rpartition("<|im_start|>assistant\n")
-        ids = TOKENIZER(self.says(seed, head + mark))["input_ids"]
-        written = len(TOKENIZER(turn)["input_ids"]) if turn else 0
+        ids = tokenizer()(self.says(seed, head + mark))["input_ids"]
+        written = len(tokenizer()(turn)["input_ids"]) if turn else 0
         return ids[written], written + 1 == len(ids)
 
 
@@ -187,8 +192,8 @@ class Life:
                 await server.start()
                 server.join(self.fleet)
             prepared: Any = SimpleNamespace(
-                tokenizer=TOKENIZER,
-                chat=chat_format(TOKENIZER),
+                tokenizer=tokenizer(),
+                chat=chat_format(tokenizer()),
                 spec=SimpleNamespace(data=SimpleNamespace(max_prompt_tokens=self.room)),
             )
             async with Generator(job, self.fleet, NoWeights(), TOKEN, settings=FAST) as generator:
@@ -240,10 +245,10 @@ def test_what_the_model_wrote_is_learnt_and_nothing_else(tmp_path: Path) -> None
         assert secret not in guesses[:-1]
         assert (ended.turns, ended.reward) == (len(guesses) + 1, pytest.approx(1 / len(guesses)))
         wrote = "".join([*map(call, guesses), f"I won.{END}"])
-        assert TOKENIZER.decode(sample.tokens[ended.learnt]) == wrote
+        assert tokenizer().decode(sample.tokens[ended.learnt]) == wrote
         logprobs = np.where(ended.learnt, [logprob_of(t) for t in sample.tokens.tolist()], 0.0)
         assert sample.logprobs.tolist() == logprobs.tolist()
-        whole = TOKENIZER.decode([*sample.prompt_tokens, *sample.tokens])
+        whole = tokenizer().decode([*sample.prompt_tokens, *sample.tokens])
         assert "Guess.\n\nBetween 1 and 9." in whole
         assert whole.count("<tool_response>") == len(guesses)
         assert (sample.first_version, sample.weight_version) == (1, 1)
@@ -319,7 +324,7 @@ def test_an_episode_that_begins_otherwise_after_a_death_is_played_again(tmp_path
     assert {life.ended[s.key].ending for s in life.found} == {"answered"}
     assert {s.attempt for s in life.found} >= {1}
     for sample in life.found:
-        text = TOKENIZER.decode([*sample.prompt_tokens, *sample.tokens])
+        text = tokenizer().decode([*sample.prompt_tokens, *sample.tokens])
         assert text.count("This is game") == 1
         assert text.count("<tool_response>") == life.ended[sample.key].calls
 
