@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from dovetail.coordinator.reporting.bill import Bill
+from dovetail.coordinator.reporting.page.run_folder import RunFolder
 from dovetail.launch.local.launcher import Launcher
 from dovetail.manifest.types import RLHFJob
 from helpers.jobs import (
@@ -104,6 +106,7 @@ def peaceful(code: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
             outcome, told = run_job(job(code, lag), done[lag])
             assert outcome.succeeded, outcome.reason
             assert told == []
+            check_bill(done[lag], disturbed=False)
         return done[lag]
 
     return run
@@ -178,11 +181,27 @@ def check_same(run_dir: Path, peaceful: Path, lag: int, iterations: int = ITERAT
     assert untrained(run_dir) == []
 
 
+def check_bill(run_dir: Path, disturbed: bool) -> None:
+    """The bill of a run adds up to the time of all processes, and says what was computed twice."""
+    bill = Bill(RunFolder(run_dir)).document()
+    elapsed = json.loads((run_dir / "elapsed.json").read_text())["seconds"]
+    assert bill["seconds"] == pytest.approx(elapsed, abs=0.01)
+    assert sum(seconds for _, seconds, _ in bill["parts"]) == pytest.approx(elapsed * bill["gpus"], rel=1e-6)
+    assert [one["samples"] for one in bill["iterations"]] == [SAMPLES] * len(bill["iterations"])
+    parts = {name: seconds for name, seconds, _ in bill["parts"]}
+    assert min(parts["generation"], parts["inference"], parts["training, between the passes"]) > 0
+    assigned = sum(s.attempt for i in range(1, ITERATIONS + 1) for s in stored_samples(run_dir, i))
+    if assigned == ITERATIONS * SAMPLES:
+        assert bill["tokens"]["computed again"] == 0
+    assert disturbed or (bill["steps_again"] == 0 and "cut off by a death" not in parts)
+
+
 def check_disturbed(code: Path, run_dir: Path, peaceful: Path, lag: int, faults: list[Fault], **spec: Any) -> None:
     outcome, told = run_job(job(code, lag, **spec), run_dir, Injector(faults))
     assert outcome.succeeded, (outcome.reason, told)
     assert [f.process for f in faults if not f.done] == []
     check_same(run_dir, peaceful, lag)
+    check_bill(run_dir, disturbed=True)
 
 
 def test_whoever_dies_the_weights_are_the_same(tmp_path: Path, code: Path, peaceful: Callable[[int], Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 import tempfile
 import webbrowser
@@ -13,6 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from dovetail.cli.common.plan_inputs import inventory
 from dovetail.cli.job_arguments import run_dir_argument
 from dovetail.protocol.errors import UsageError
 from dovetail.protocol.process.extras import require, version
@@ -87,11 +89,33 @@ async def _serve(folder: Path | None, scratch: Path, host: str, port: int, show:
 
 @click.command()
 @run_dir_argument
-def report(run_dir: Path) -> None:
-    """Show a run's table again, and write its report.html again."""
-    from dovetail.coordinator.reporting.report import write_report
-    from dovetail.coordinator.reporting.run_summary import read_summary, show
+@click.option(
+    "--inventory",
+    "inventory_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Prices of GPUs, as for dovetail plan: the bill then has prices.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the summary and the bill as JSON, and write nothing.")
+def report(run_dir: Path, inventory_path: Path | None, as_json: bool) -> None:
+    """Show a run's table and its bill again, and write its report.html again.
 
+    The bill says what the GPUs did, why they waited, and what was computed twice.
+    """
+    from dovetail.coordinator.reporting.bill import Bill
+    from dovetail.coordinator.reporting.page.run_folder import RunFolder
+    from dovetail.coordinator.reporting.report import write_report
+    from dovetail.coordinator.reporting.run_summary import read_summary, show, show_bill
+
+    there, prices = inventory(inventory_path, False, {}), dict[str, float]()
+    for pool in there.pools if there is not None else ():
+        if pool.price is not None:
+            prices[pool.gpu.product] = pool.price
+    summary, bill = read_summary(run_dir), Bill(RunFolder(run_dir), prices).document()
+    if as_json:
+        click.echo(json.dumps({"summary": summary, "bill": bill}))
+        return
     console = Console()
-    show(console, read_summary(run_dir))
-    console.print(f"\nReport:  {write_report(run_dir)}", highlight=False, markup=False, soft_wrap=True)
+    show(console, summary)
+    show_bill(console, bill)
+    written = write_report(run_dir, prices)
+    console.print(f"\nReport:  {written}", highlight=False, markup=False, soft_wrap=True)

@@ -156,6 +156,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     env.run_dir.mkdir(parents=True, exist_ok=True)
     log = EventLog(env.name, env.run_dir / "events.jsonl")
+    log("coordinator.started")
     try:
         return asyncio.run(_run(env, log))
     except Exception as error:

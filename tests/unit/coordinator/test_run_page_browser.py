@@ -305,6 +305,10 @@ def test_the_report_is_the_page_without_a_server(browser, runs):
         for title in ("Reward per sample", "Evaluation: quality"):
             page.locator(f"svg[data-chart='{title}'] circle").first.wait_for()
         page.locator("svg[data-lanes='Where the time of all iterations went'] rect").nth(4).wait_for()
+        page.get_by_role("table", name="Bill", exact=True).get_by_text("training passes").wait_for()
+        page.get_by_text(re.compile("processes for .* process seconds; .*% of them worked")).wait_for()
+        page.get_by_text("By iteration", exact=True).click()
+        expect(page.get_by_role("table", name="Bill by iteration").get_by_role("row")).to_have_count(13)
         page.get_by_text("The manifest", exact=True).click()
         page.locator("pre", has_text="kind: RLHFJob").wait_for()
         page.keyboard.press("2")

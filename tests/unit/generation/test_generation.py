@@ -53,11 +53,14 @@ def test_a_dying_servers_samples_go_on_elsewhere_from_their_tokens(tmp_path: Pat
         job.check()
         job.reported_once()
         assert result.retries >= 1
+        prompts = {s.seed: len(s.prompt_tokens) for s in job.finished}
+        continued = [
+            r for r in b.requests if len(r["token_ids"]) > prompts[r["sampling_params"]["extra_args"]["dt_seed"]]
+        ]
+        # The bill of the run says what was computed twice.
+        again = {span.process: span.args.get("prefilled_again", 0) for span in result.spans}
+        assert again == {"r0": 0, "r1": sum(len(r["token_ids"]) for r in continued)}
         if after == 90:
-            prompts = {s.seed: len(s.prompt_tokens) for s in job.finished}
-            continued = [
-                r for r in b.requests if len(r["token_ids"]) > prompts[r["sampling_params"]["extra_args"]["dt_seed"]]
-            ]
             assert continued, "a continuation starts from prompt + tokens so far"
             for r in continued:
                 kept = len(r["token_ids"]) - prompts[r["sampling_params"]["extra_args"]["dt_seed"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,7 @@ def report_data(run: PageDocuments, most: int) -> bytes:
         asked.ask(f"evaluation/{number}")
     listed = [iteration for iteration in _ends(samples) if asked.ask(f"samples/{iteration}")]
     asked.ask("events")
+    asked.ask("bill")
     # The last iteration also has the final checkpoint, so the one before it is there too.
     for iteration in reversed(traces[-2:]):
         asked.ask(f"timeline/{iteration}")
@@ -145,10 +146,11 @@ def report_data(run: PageDocuments, most: int) -> bytes:
     return encode({"about": about, "answers": asked.found | {"overview": overview}})
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write report.html into a run directory, atomically. Raises RunError if there is no summary.json."""
+def write_report(run_dir: Path, prices: Mapping[str, float] | None = None) -> Path:
+    """Write report.html into a run directory, atomically. `prices` are those of `Bill`. Raises RunError if there is no
+    summary.json."""
     read_summary(run_dir)
-    run, path = PageDocuments(_Ended(run_dir.resolve())), run_dir / "report.html"
+    run, path = PageDocuments(_Ended(run_dir.resolve()), prices), run_dir / "report.html"
     try:
         try:
             write_whole(path, frozen_page(report_data(run, MOST_BYTES)))

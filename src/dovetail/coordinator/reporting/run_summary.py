@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dovetail.coordinator.reporting.bill import sentences
 from dovetail.coordinator.reporting.summary_rows import (
     PHASES,
     duration,
@@ -121,3 +122,23 @@ def show(console: Console, summary: Mapping[str, Any]) -> None:
         console.print()
     for line in sentences:
         console.print(f"Warning: {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+def show_bill(console: Console, bill: Mapping[str, Any]) -> None:
+    """Print what the GPUs did and what that cost, as `Bill.document` returns it."""
+    if not bill:
+        return
+    total = sum(seconds for _, seconds, _ in bill["parts"])
+    table = Table(title="Bill", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("")
+    for column in (f"{bill['unit']} seconds", "share", *(["price"] if bill["price"] is not None else [])):
+        table.add_column(column, justify="right")
+    for works, title in ((True, "work"), (False, "idle")):
+        mine = [(name, seconds) for name, seconds, each in bill["parts"] if each == works]
+        for name, seconds in [(title, sum(seconds for _, seconds in mine)), *((f"  {n}", s) for n, s in mine)]:
+            price = [] if bill["price"] is None else [f"{bill['price'] * seconds / total:,.2f}"]
+            table.add_row(name, f"{seconds:,.1f}", f"{seconds / total:.1%}", *price)
+    console.print()
+    console.print(table)
+    for sentence in sentences(bill):
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)

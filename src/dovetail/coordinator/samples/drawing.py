@@ -370,7 +370,9 @@ class Drawing:
         mechanism = Mechanism.TOKENS if moved is None else moved[0]
         if mechanism is Mechanism.TOKENS:
             nbytes = TOKEN_BYTES * tokens
-            self._flying.activity[instance.name].prefilled(work.begun, tokens, now - work.begun)
+            activity = self._flying.activity[instance.name]
+            activity.prefilled(work.begun, tokens, now - work.begun)
+            activity.again += tokens if work.tokens else 0
         leave, work.leave = work.leave, None
         if leave is not None and leave.instance != instance.name:
             names = leave.instance, instance.name, mechanism.value, leave.reason

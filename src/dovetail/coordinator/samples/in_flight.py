@@ -68,19 +68,22 @@ class Activity:
     """The work of one instance in one call of `generate`.
 
     `decode` has for each batch size the number of decode steps of single requests and their seconds. `prefills` has for
-    each time of submission the number of tokens, and the seconds until the last request had its first token."""
+    each time of submission the number of tokens, and the seconds until the last request had its first token. `again`
+    counts the tokens that were computed a second time, because a sample went on without its KV cache."""
 
     start: float
     end: float
     samples: int = 0
     tokens: int = 0
     fresh: int = 0
+    again: int = 0
     decode: dict[int, tuple[int, float]] = field(default_factory=dict)
     prefills: dict[float, tuple[int, float]] = field(default_factory=dict)
 
     def span(self, name: str, iteration: int, version: int) -> Span:
         """The span on the timeline. `version` is the version of the weights."""
         args = {"samples": self.samples, "tokens": self.tokens, "weights": version}
+        args |= {"prefilled_again": self.again} if self.again else {}
         return Span(name="generation", process=name, start=self.start, end=self.end, iteration=iteration, args=args)
 
     def decoded(self, batch: int, steps: int, seconds: float) -> None:

@@ -73,6 +73,26 @@ export function planTable(plan, single = false) {
   ...(rest.length ? [h("h3", {}, "Time of each phase"), table([{label: "Phase"}, ...measured], rest.map((row) => [row.phase, ...taken(row)]), "Plan against actual: phases without a plan")] : [])];
 }
 
+// What the GPUs did, why they waited, and what that cost.
+function billTable(bill) {
+  if (!bill?.parts?.length) return [];
+  const total = bill.seconds * bill.gpus, unit = `${bill.unit} seconds`, priced = bill.price !== null;
+  const line = (name, seconds) => [name, number(seconds), percent(seconds / total), ...(priced ? [number(bill.price * seconds / total)] : [])];
+  const rows = [[true, "work"], [false, "idle"]].flatMap(([works, title]) => {
+    const mine = bill.parts.filter((part) => part[2] === works);
+    return [line(h("b", {}, title), mine.reduce((sum, part) => sum + part[1], 0)), ...mine.map(([name, seconds]) => line(name, seconds))];
+  });
+  return [h("h3", {}, "Bill"), ...bill.sentences.map((sentence) => h("p", {}, sentence)),
+    table([{label: "What"}, {label: unit, n: true}, {label: "Share", n: true}, ...(priced ? [{label: "Price", n: true}] : [])], rows, "Bill"),
+    h("details", {}, h("summary", {}, "By iteration"), table([{label: "Iteration", n: true}, {label: unit, n: true}, {label: `${unit} of a sample`, n: true}, {label: "Worked", n: true}, ...(priced ? [{label: "Price", n: true}] : []), {label: "Most of the idle time"}],
+      bill.iterations.map((one) => {
+        const works = new Set(bill.parts.filter((part) => part[2]).map(([name]) => name)), parts = Object.entries(one.parts);
+        const busy = parts.reduce((sum, [name, seconds]) => sum + (works.has(name) ? seconds : 0), 0);
+        const most = parts.filter(([name]) => !works.has(name)).sort((a, b) => b[1] - a[1])[0];
+        return [one.iteration, number(one.gpu_seconds), one.samples ? number(one.gpu_seconds / one.samples) : "–", percent(busy / one.gpu_seconds), ...(priced ? [number(one.price)] : []), most ? `${most[0]}: ${number(most[1])}` : "–"];
+      }), "Bill by iteration"))];
+}
+
 // The step in progress, and the servers that are not healthy.
 function now(live) {
   if (!live) return "";
@@ -100,7 +120,7 @@ export async function overviewTab({source, id, body, signal}) {
   }
 
   async function refresh() {
-    const seen = await overviewOf(source, id, signal);
+    const seen = await overviewOf(source, id, signal), bill = await source.document(id, "bill", signal).catch(() => null);
     const stages = byStage(await source.history(id, signal));
     const fact = (name, value) => h("div", {class: "card"}, h("span", {}, name), h("b", {}, value));
     swap(top, seen.reason ? h("div", {class: /fail|stop/i.test(seen.state) ? "note bad" : "note warn"}, h("b", {}, seen.state), seen.reason) : "",
@@ -121,6 +141,7 @@ export async function overviewTab({source, id, body, signal}) {
     swap(rest, earlier(seen.health), ...[planTable(seen.plan || [])].flat(),
       ...((seen.results || []).length ? [h("h3", {}, "Results"), table([{label: "What"}, {label: "Before or first", n: true}, {label: "After or last", n: true}], seen.results, "Results")] : []),
       ...shares("Where the time of all iterations went", seen.phases || []), seen.overlap ? h("p", {}, seen.overlap) : "",
+      ...billTable(bill),
       ...((seen.placement?.alternatives || []).length ? [h("details", {}, h("summary", {}, "Plans that were not chosen"), table([{label: "Placement"}, {label: "Seconds", n: true}, {label: "Why"}],
         seen.placement.alternatives.map((other) => [other.placement, number(other.seconds), other.problem || other.note || "slower"]), "Other plans"))] : []),
       ...((seen.facts || []).length ? [h("h3", {}, "The run"), pairs([...seen.facts, ...(seen.models?.length ? [["Models", seen.models.join(", ")]] : []), ["Versions", Object.entries(seen.versions || {}).map((each) => each.join(" ")).join(", ") || "–"], ["Began", moment(seen.began)]], "The run")] : []),

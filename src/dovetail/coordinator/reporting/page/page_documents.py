@@ -6,13 +6,14 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dovetail.coordinator.reporting.bill import NEWEST, Bill, sentences
 from dovetail.coordinator.reporting.page.iteration_timeline import as_run, schedule_document, timeline
 from dovetail.coordinator.reporting.page.overview import SeenRun, last_of_each_step, line, overview, plan_against_actual
 from dovetail.coordinator.reporting.page.rollout_table import life, staleness, table, turns
@@ -35,10 +36,10 @@ class NotKept(LookupError):
 
 
 class PageDocuments:
-    """Answers the page's questions about one run. It may be used from several threads."""
+    """Answers the page's questions about one run. It may be used from several threads. `prices` are those of `Bill`."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
+    def __init__(self, folder: RunFolder, prices: Mapping[str, float] | None = None) -> None:
+        self.folder, self.bill = folder, Bill(folder, prices)
         self._answers: dict[str, Callable[..., Document]] = {
             "history": self._history,
             "samples": self._samples,
@@ -68,6 +69,9 @@ class PageDocuments:
             return encode(overview(self._seen(now, alive, self._kept())))
         if kind == "events":
             return encode({"events": self.folder.events()})
+        if kind == "bill":
+            bill = self.bill.document(NEWEST if alive else None)
+            return encode({**bill, "sentences": sentences(bill)})
         return encode(self._answers[kind](*numbers))
 
     def _kept(self) -> Document:

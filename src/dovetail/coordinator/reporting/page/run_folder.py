@@ -68,6 +68,10 @@ class RunFolder:
     def summary(self) -> Document:
         return self._json("summary.json")
 
+    def elapsed(self) -> Any:
+        """The seconds for which the launcher has run the job on one machine, over all resumes. None if nobody knows."""
+        return self._json("elapsed.json").get("seconds")
+
     def schedule(self) -> Document:
         """The schedule of PPO, or else that of another stage. {} for a run with only one possible schedule."""
         found = self._json(self._schedule_name())
