@@ -80,7 +80,13 @@ def replay(run_dir: Path, iteration: int, keep: Path | None) -> None:
 @debug.command()
 @click.argument("one", metavar="RUN_A", type=click.Path(path_type=Path))
 @click.argument("other", metavar="RUN_B", type=click.Path(path_type=Path))
-def diff(one: Path, other: Path) -> None:
+@click.option(
+    "--layers",
+    is_flag=True,
+    help="Where a sampled token or a log-probability differs first, run the models of both runs on it here, and name "
+    "the first layer that differs. Both runs must keep the weights that drew it.",
+)
+def diff(one: Path, other: Path, layers: bool) -> None:
     """Name the first thing in which two runs differ: a setting, then a result.
 
     Results are compared bit for bit, in the order in which one follows from the other: prompts, sampled tokens,
@@ -96,7 +102,7 @@ def diff(one: Path, other: Path) -> None:
     require("dovetail debug diff", ["coordinator", "trainer"])
     from dovetail.tools.run_diff import diff_runs
 
-    found = diff_runs(one, other)
+    found = diff_runs(one, other, layers)
     for setting in found.settings:
         click.echo(f"Setting: {setting}")
     if not found.sentence:

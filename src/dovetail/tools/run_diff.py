@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.reporting.page.page_documents import token_texts
 from dovetail.coordinator.store.database import ReadOnlyDatabase, StoreError
 from dovetail.coordinator.store.store import KeyValues
-from dovetail.protocol.errors import RunError
+from dovetail.manifest.types import Stage
+from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.wire import Array, Arrays, unpack
+from dovetail.tools.checkpoint_export import export, find, read_job, stage_sources
 from dovetail.tools.run_facts import (
     COLUMNS,
     HASH,
@@ -44,8 +49,9 @@ class RunDiff:
     evidence: list[str]
 
 
-def diff_runs(one: Path, other: Path) -> RunDiff:
-    """Compare two runs that are not at work. Raises RunError for a folder that has no whole run."""
+def diff_runs(one: Path, other: Path, layers: bool = False) -> RunDiff:
+    """Compare two runs that are not at work. `layers`: where they first differ in how likely a token was, run both
+    models on this machine, and name the first layer that differs. Raises RunError for a folder without a whole run."""
     a, b = _facts(one), _facts(other)
     pairs = differences(a, b)
     settings = [
@@ -61,7 +67,8 @@ def diff_runs(one: Path, other: Path) -> RunDiff:
         return RunDiff(settings, max(known, default=0), "", [])
     x, y = results[0]
     earlier = known if x.when[0] > STAGES["ppo"] else {n for n in known if x.when[:2] > (STAGES["ppo"], n)}
-    evidence = _of_batch(one, other, x) if x.what.startswith("batch of iteration") else [f"{_shown(x)} and {_shown(y)}"]
+    batch = x.what.startswith("batch of iteration")
+    evidence = _of_batch(one, other, x, layers) if batch else [f"{_shown(x)} and {_shown(y)}"]
     told = f"{x.item} ({x.what}) differ{'' if x.item in COLUMNS.values() else 's'}"
     more = len({pair[0].what for pair in results}) - 1
     evidence += [f"{more} more kinds of results differ after it"] if more else []
@@ -90,7 +97,7 @@ def _versions(one: Path, other: Path) -> Iterator[str]:
             yield f"{name}: {json.dumps(a.get(name))} and {json.dumps(b.get(name))}"
 
 
-def _of_batch(one: Path, other: Path, fact: Fact) -> list[str]:
+def _of_batch(one: Path, other: Path, fact: Fact, layers: bool) -> list[str]:
     """Lines about the first token at which a sample differs."""
     name = f"experience/{fact.when[1]:06d}.safetensors"
     a, b = (unpack((run / name).read_bytes()) for run in (one, other))
@@ -102,14 +109,22 @@ def _of_batch(one: Path, other: Path, fact: Fact) -> list[str]:
         return [
             f"one has {len(rows[0])} tokens, the other {len(rows[1])}, and the shorter is the beginning of the longer"
         ]
+    deep = list[str]()
+    if layers and column in ("response", "rollout_logprobs"):
+        prompt, response = (
+            sample_columns(a)[name][sample_names(a).index(sample)].tolist() for name in ("prompt", "response")
+        )
+        deep = first_layer(one, other, fact.when[1], [*prompt, *response[: at + 1]])
     if column in ("prompt", "response"):
         texts = [_text(run, row, at) for run, row in zip((one, other), rows, strict=True)]
         return [
             f"token {at} is {rows[0][at]} and {rows[1][at]}: {texts[0]} and {texts[1]}",
             *_logprobs(a, b, sample, at, column),
+            *deep,
         ]
     x, y = (float(row[at]) for row in rows)
-    return [f"{'at token ' + str(at) if len(rows[0]) > 1 else 'it'}: {x!r} and {y!r}, a difference of {abs(x - y):.3g}"]
+    where = f"at token {at}" if len(rows[0]) > 1 else "it"
+    return [f"{where}: {x!r} and {y!r}, a difference of {abs(x - y):.3g}", *deep]
 
 
 def _logprobs(a: Arrays, b: Arrays, sample: str, at: int, column: str) -> list[str]:
@@ -132,3 +147,50 @@ def _text(run: Path, row: Array, at: int) -> str:
     ids = [int(token) for token in row[max(0, at - SHOWN_TOKENS) : at + 1]]
     texts = token_texts(run, ids)
     return repr("".join(texts)) if texts is not None else "(no tokenizer)"
+
+
+def first_layer(one: Path, other: Path, iteration: int, tokens: Sequence[int]) -> list[str]:
+    """A line on the first layer that computes the last token otherwise with the weights of the other run. Both compute
+    it here, with the weights that drew the samples of `iteration`."""
+    try:
+        runs = [_run_layers(run, iteration, tokens) for run in (one, other)]
+    except (UsageError, RunError, DataError, OSError) as error:
+        return [f"the layer is not known: {error}"]
+    (a, chance_a), (b, chance_b) = runs
+    names = ["the embedding", *(f"layer {number}" for number in range(len(a) - 1))]
+    for name, x, y in zip(names, a, b, strict=False):
+        if x.shape != y.shape or not bool((x == y).all()):
+            told = f", by up to {float(abs(x - y).max()):.3g}" if x.shape == y.shape else ""
+            return [
+                f"computed on this machine with the weights of each run, {name} is the first that differs{told}; the "
+                f"first run's token has {chance_a:.6f} and {chance_b:.6f} nats"
+            ]
+    return [
+        f"computed on this machine, all {len(a) - 1} layers have the same bits with the weights of both runs, and the "
+        f"first run's token has {chance_a:.6f} nats: machines, kernels or versions differ, not the weights"
+    ]
+
+
+def _run_layers(run: Path, iteration: int, tokens: Sequence[int]) -> tuple[list[Any], float]:
+    """What the embedding and each layer return for the last token's place, and the log-probability of the last token
+    at the job's temperature, in nats. Raises UsageError, RunError, DataError and OSError."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    spec = read_job(run).spec
+    lag = json.loads((run / "plan.json").read_text(encoding="utf-8")).get("lag") or 0
+    version = iteration - 1 - lag
+    with tempfile.TemporaryDirectory() as scratch:
+        if version < 1:
+            path = stage_sources(run, read_job(run), Stage.PPO)["actor"].path
+            if path is None or not (Path(path) / "config.json").is_file():
+                raise UsageError(f"no folder holds the weights with which PPO of {run} began")
+            folder = Path(path)
+        else:
+            folder = Path(scratch) / "actor"
+            export(find(run, "actor", version), folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    with torch.inference_mode():
+        found = model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+    chances = torch.log_softmax(found.logits[0, -1].float() / (spec.generation.temperature or 1.0), dim=-1)
+    return [state[0, -1].float() for state in found.hidden_states], float(chances[tokens[-1]])

@@ -52,8 +52,8 @@ def sample(iteration: int, prompt: int, number: int) -> Sample:
     return Sample(key, State.SCORED, tokens[:2], 7, {}, tokens, chances, finish_reason="stop", reward=0.25 * prompt)
 
 
-def ask(one: Path, other: Path) -> Result:
-    return CliRunner().invoke(cli, ["debug", "diff", str(one), str(other)])
+def ask(one: Path, other: Path, *more: str) -> Result:
+    return CliRunner().invoke(cli, ["debug", "diff", str(one), str(other), *more])
 
 
 def test_two_runs_of_the_same_bits(tmp_path: Path) -> None:
@@ -128,3 +128,41 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     found = ask(tmp_path, tmp_path)
     assert found.exit_code == 1
     assert "has no whole run" in found.output
+
+
+def with_model(run: Path, changed: int | None = None) -> Path:
+    """Give a run the model that drew the samples of iteration 2, with other weights in one of its three layers."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=128, num_hidden_layers=3, **sizes))
+    if changed is not None:
+        model.model.layers[changed].mlp.down_proj.weight.data += 0.01
+    model.save_pretrained(run / "models/actor")
+    (run / "models/actor/dovetail.json").write_text(json.dumps({"stage": "ppo", "step": 1}))
+    return run
+
+
+@pytest.mark.parametrize("change", [another_rounding, another_token])
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (1, "layer 1 is the first that differs, by up to "),
+        (None, "all 3 layers have the same bits with the weights of both runs"),
+    ],
+)
+def test_a_replay_names_the_first_layer_that_differs(
+    tmp_path: Path, change: Change, layer: int | None, said: str
+) -> None:
+    one, other = with_model(write_run(tmp_path / "one")), with_model(write_run(tmp_path / "other", change), layer)
+    found = ask(one, other, "--layers")
+    assert found.exit_code == 1
+    assert said in found.output
+    assert "layer" not in ask(one, other).output
+
+
+def test_weights_that_are_not_kept_are_named(tmp_path: Path) -> None:
+    one, other = with_model(write_run(tmp_path / "one")), write_run(tmp_path / "other", another_rounding)
+    assert f"the layer is not known: {other} keeps no" in ask(one, other, "--layers").output
+    first = ask(one, write_run(tmp_path / "third", another_rounding, at=1), "--layers").output
+    assert f"the layer is not known: no folder holds the weights with which PPO of {one} began" in first
