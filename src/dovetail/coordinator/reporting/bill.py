@@ -40,7 +40,7 @@ IDLE = [SAMPLES, OTHERS, TRAINERS, REWARDS, WEIGHTS, CHECKPOINT, EARLIER, FORMIN
 IDLE += [CUT, DOWN, REST]
 
 
-class Device(NamedTuple):
+class Billed(NamedTuple):
     """GPUs that do the same: `gpus` of them, with the trainer rank or the vLLM server that they run, or both if these
     take turns. A process on CPUs counts as one. `product` is None there."""
 
@@ -50,9 +50,9 @@ class Device(NamedTuple):
     rollout: str | None = None
 
 
-def devices_of(job: RLHFJob, plan: Mapping[str, Any]) -> list[Device]:
+def devices_of(job: RLHFJob, plan: Mapping[str, Any]) -> list[Billed]:
     """All GPUs of a job. `plan` is the content of plan.json."""
-    devices: list[Device] = []
+    devices: list[Billed] = []
     for group in job.spec.groups:
         each, product = max(1, group.gpu.per_pod), group.gpu.product
         ranks, servers = (
@@ -60,10 +60,10 @@ def devices_of(job: RLHFJob, plan: Mapping[str, Any]) -> list[Device]:
             for kind in ("trainers", "rollouts")
         )
         if group.colocated:
-            devices += [Device(1, product, rank, servers[i // each]) for i, rank in enumerate(ranks)]
+            devices += [Billed(1, product, rank, servers[i // each]) for i, rank in enumerate(ranks)]
         else:
-            devices += [Device(1, product, trainer=rank) for rank in ranks]
-            devices += [Device(each, product, rollout=server) for server in servers]
+            devices += [Billed(1, product, trainer=rank) for rank in ranks]
+            devices += [Billed(each, product, rollout=server) for server in servers]
     return devices
 
 
@@ -279,7 +279,7 @@ class Seen:
         return self._union((process, lane) for lane in lanes)
 
 
-def causes(device: Device, seen: Seen, told: Told) -> Iterator[tuple[str, Spans]]:
+def causes(device: Billed, seen: Seen, told: Told) -> Iterator[tuple[str, Spans]]:
     """What GPUs did and what they waited for. The first that holds at a time counts."""
     if device.trainer is not None:
         yield TRAINING, seen.of(device.trainer, "actions")
@@ -310,7 +310,7 @@ def causes(device: Device, seen: Seen, told: Told) -> Iterator[tuple[str, Spans]
     yield TRAINERS, merged([*seen.commands, *seen.of(COORDINATOR, "training", "waiting")])
 
 
-def split(device: Device, window: Window, seen: Seen, told: Told) -> dict[str, float]:
+def split(device: Billed, window: Window, seen: Seen, told: Told) -> dict[str, float]:
     """The seconds of a window by what a device did. They add up to the window."""
     free, found = [(window.start, window.end)], dict[str, float]()
     for name, spans in causes(device, seen, told):
@@ -392,7 +392,7 @@ class Bill:
             ],
         }
 
-    def _hour(self, devices: Sequence[Device]) -> float | None:
+    def _hour(self, devices: Sequence[Billed]) -> float | None:
         """The price of all GPUs for an hour."""
         whole = 0.0
         for device in devices:
@@ -401,7 +401,7 @@ class Bill:
             whole += device.gpus * price
         return whole
 
-    def _read(self, windows: Sequence[Window], devices: Sequence[Device], told: Sequence[Told], lag: int) -> None:
+    def _read(self, windows: Sequence[Window], devices: Sequence[Billed], told: Sequence[Told], lag: int) -> None:
         """Fill `_parts` for these windows."""
         for window in self._open:
             self._parts.pop(window, None)
