@@ -256,7 +256,7 @@ def read_trace(trace: Mapping[str, Any]) -> Traced:
     return found
 
 
-class Seen:
+class SeenSpans:
     """The spans in a window, from the traces that may have some of it."""
 
     def __init__(self, window: Window, traces: Sequence[Traced]) -> None:
@@ -279,7 +279,7 @@ class Seen:
         return self._union((process, lane) for lane in lanes)
 
 
-def causes(device: Billed, seen: Seen, told: Told) -> Iterator[tuple[str, Spans]]:
+def causes(device: Billed, seen: SeenSpans, told: Told) -> Iterator[tuple[str, Spans]]:
     """What GPUs did and what they waited for. The first that holds at a time counts."""
     if device.trainer is not None:
         yield TRAINING, seen.of(device.trainer, "actions")
@@ -310,7 +310,7 @@ def causes(device: Billed, seen: Seen, told: Told) -> Iterator[tuple[str, Spans]
     yield TRAINERS, merged([*seen.commands, *seen.of(COORDINATOR, "training", "waiting")])
 
 
-def split(device: Billed, window: Window, seen: Seen, told: Told) -> dict[str, float]:
+def split(device: Billed, window: Window, seen: SeenSpans, told: Told) -> dict[str, float]:
     """The seconds of a window by what a device did. They add up to the window."""
     free, found = [(window.start, window.end)], dict[str, float]()
     for name, spans in causes(device, seen, told):
@@ -423,7 +423,7 @@ class Bill:
                 if iteration not in self._traces:
                     self._traces[iteration] = read_trace(self._folder.trace(iteration))
                     self._again[iteration] = self._traces[iteration].again
-            seen = Seen(window, [self._traces[iteration] for iteration in wanted])
+            seen = SeenSpans(window, [self._traces[iteration] for iteration in wanted])
             self._parts[window] = [split(device, window, seen, events) for device in devices]
             if first + lag + 1 > latest:
                 self._open.append(window)
