@@ -146,8 +146,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     A million objects of imported modules live as long as the tests. Else each `gc.collect()` would visit them."""
     if named := sorted({"vllm", "pyarrow"} & sys.modules.keys()):
         raise pytest.UsageError(f"a test file imports {named[0]} when it is imported; let it use helpers.lazy")
-    if THREADED and threads() > THREADS:
-        raise pytest.UsageError(f"{THREADED[0]} starts a thread when it is imported: workers could not be forked")
+    if THREADED and threads() > THREADS:  # no error: what a library does when it is imported depends on the machine
+        print(f"{THREADED[0]} starts a thread when it is imported, so workers cannot be forked.", file=sys.stderr)
     names = {item.nodeid for item in session.items}
     if named := sorted(names ^ (forked_workers.COLLECTED or names)):
         raise pytest.UsageError(f"{named[0]} is found once only; give parametrize a list, not an iterator")
