@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dovetail.manifest.types import PPO
+from dovetail.protocol.wire import LEARNT
 
 FloatArray = NDArray[np.float32]
 LOG_RATIO_LIMIT = 20.0
@@ -198,7 +199,7 @@ def kl_per_sample(arrays: Mapping[str, NDArray[np.generic]]) -> FloatArray | Non
 def _mask(arrays: Mapping[str, NDArray[np.generic]], rows: slice) -> NDArray[np.bool_]:
     lengths = arrays["response_lengths"][rows].astype(np.int32)
     mask: NDArray[np.bool_] = np.arange(arrays["rollout_logprobs"].shape[1])[None, :] < lengths[:, None]
-    return mask & arrays["learnt"][rows].astype(np.bool_) if "learnt" in arrays else mask
+    return mask & (arrays["learnt"][rows] == LEARNT) if "learnt" in arrays else mask
 
 
 def _whitened(x: FloatArray, mask: NDArray[np.bool_]) -> FloatArray:

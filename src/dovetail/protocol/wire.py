@@ -35,6 +35,9 @@ OF_RESPONSE = (
     "learnt",
     "old_logprobs",
 )
+# What `learnt` says of a response token: the model sampled it and learns it; or it was told it, and a branch of the
+# episode begins there, which is a sequence of its own. It is 0 for all else that the model was told.
+LEARNT, BRANCH = 1, 2
 _DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",

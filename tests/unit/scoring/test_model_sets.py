@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import aiohttp
 import numpy as np
@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from dovetail.coordinator.samples.model_sets import InferenceOfSets, ModelSet, model_sets
 from dovetail.coordinator.samples.scoring import Finished, Inference, Scorer, Scores
+from dovetail.coordinator.store.episodes import BranchPlace, StoredEpisode
 from dovetail.coordinator.store.samples import Key
-from dovetail.protocol.wire import pack, unpack
+from dovetail.protocol.wire import BRANCH, pack, unpack
 from helpers.coordinated import ScorerPool
 
 WANT = ["reference", "reward", "critic"]
@@ -58,7 +59,12 @@ class Holder:
         return web.Response(body=pack(dict(answers[model] for model in want)))
 
 
-def score(holders: list[Holder], samples: list[Finished], on_scores: Callable[[list[Scores]], None]) -> list[str]:
+def score(
+    holders: list[Holder],
+    samples: list[Finished],
+    on_scores: Callable[[list[Scores]], None],
+    branches: Callable[[Key], Sequence[BranchPlace]] = lambda _: (),
+) -> list[str]:
     """Through model sets; the failures."""
     failures: list[str] = []
 
@@ -80,7 +86,8 @@ def score(holders: list[Holder], samples: list[Finished], on_scores: Callable[[l
                     ScorerPool(session, lambda: mine, lambda _, reason: failures.append(reason)), models, collect
                 )
 
-            async with InferenceOfSets(model_sets(WANT, [h.models for h in holders]), make, on_scores) as inference:
+            sets = model_sets(WANT, [h.models for h in holders])
+            async with InferenceOfSets(sets, make, on_scores, branches) as inference:
                 for wave in (samples[::2], samples[1::2]):
                     inference.add(wave)
                     inference.poke()
@@ -119,6 +126,29 @@ def test_each_sample_meets_each_model_once_and_is_merged() -> None:
     lengths = sorted(len(s) for s in wanted)
     assert sorted(holders[0].seen) == lengths
     assert sorted(holders[1].seen + holders[2].seen) == lengths
+
+
+def test_the_branches_of_an_episode_are_scored_apart() -> None:
+    """Each is a sequence for the scorers. The sample gets what they say of the answers, and 0 in between."""
+    holders, found = [Holder("reference"), Holder("reward", "critic")], dict[Key, Scores]()
+    learnt = np.array([1, 1, BRANCH, 0, 0, 1, BRANCH, 0, 1, 0, 1, 1], np.uint8)
+    episode = StoredEpisode("answered", "", None, [], 3, 0, learnt, False)
+    sample = Finished(Key(1, 0, 3), np.arange(5, dtype=np.int32), np.arange(12, dtype=np.int32))
+    one = samples(1)[0]
+
+    def keep(scores: list[Scores]) -> None:
+        found.update((s.key, s) for s in scores)
+
+    def branches(key: Key) -> list[BranchPlace]:
+        return episode.branches if key == sample.key else []
+
+    assert score(holders, [sample, one], keep, branches) == []
+    assert sorted(holders[0].seen) == sorted([5 + 2, 4, 6, len(one)])
+    assert set(found) == {sample.key, one.key}
+    for row in (found[sample.key].ref_logprobs, found[sample.key].values):
+        assert row is not None
+        assert len(row) == 12
+        assert (row != 0).tolist() == [True, True, *[False] * 3, True, *[False] * 2, *[True] * 4]
 
 
 def test_what_the_store_says_ends_all_sets() -> None:

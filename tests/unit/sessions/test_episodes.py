@@ -31,7 +31,8 @@ from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.manifest.types import Sessions
-from dovetail.protocol.wire import OF_RESPONSE, pack, unpack
+from dovetail.protocol.sampling import SEED
+from dovetail.protocol.wire import LEARNT, OF_RESPONSE, pack, unpack
 from helpers.chat_templates import byte_tokens, shipped, with_ends
 from helpers.coordinated import NoWeights, drawn_with, job_of
 from helpers.fake_vllm import TOKEN, FakeVllm, logprob_of
@@ -53,6 +54,15 @@ END = "<|im_end|>"
 @cache
 def tokenizer() -> Any:
     return with_ends(byte_tokens(), shipped()["trl: qwen2_5"][0])
+
+
+@cache
+def forgetful() -> Any:
+    """The same, with a template that leaves out what the model thought as soon as something follows."""
+    template, writes = shipped()["trl: qwen2_5"][0], "'\\n' + message.content }}"
+    forgets = "'\\n' + (message.content if loop.last else message.content.split('</think>')[-1]) }}"
+    assert writes in template
+    return with_ends(byte_tokens(), template.replace(writes, forgets))
 
 
 def call(number: object) -> str:
@@ -167,6 +177,7 @@ class Life:
         self.told = Told()
         self.begins, self.room = Begun, 1024
         self.ppo: dict[str, Any] = {}
+        self.tokenizer = tokenizer
 
     async def run(self, dies: Any = None) -> Generated:
         """Draw the iteration. It ends with CancelledError when `dies(self)` is true."""
@@ -192,8 +203,8 @@ class Life:
                 await server.start()
                 server.join(self.fleet)
             prepared: Any = SimpleNamespace(
-                tokenizer=tokenizer(),
-                chat=chat_format(tokenizer()),
+                tokenizer=self.tokenizer(),
+                chat=chat_format(self.tokenizer()),
                 spec=SimpleNamespace(data=SimpleNamespace(max_prompt_tokens=self.room)),
             )
             async with Generator(job, self.fleet, NoWeights(), TOKEN, settings=FAST) as generator:
@@ -245,8 +256,8 @@ def test_what_the_model_wrote_is_learnt_and_nothing_else(tmp_path: Path) -> None
         assert secret not in guesses[:-1]
         assert (ended.turns, ended.reward) == (len(guesses) + 1, pytest.approx(1 / len(guesses)))
         wrote = "".join([*map(call, guesses), f"I won.{END}"])
-        assert tokenizer().decode(sample.tokens[ended.learnt]) == wrote
-        logprobs = np.where(ended.learnt, [logprob_of(t) for t in sample.tokens.tolist()], 0.0)
+        assert tokenizer().decode(sample.tokens[ended.learnt == LEARNT]) == wrote
+        logprobs = np.where(ended.learnt == LEARNT, [logprob_of(t) for t in sample.tokens.tolist()], 0.0)
         assert sample.logprobs.tolist() == logprobs.tolist()
         whole = tokenizer().decode([*sample.prompt_tokens, *sample.tokens])
         assert "Guess.\n\nBetween 1 and 9." in whole
@@ -275,6 +286,53 @@ def test_a_coordinator_that_dies_changes_nothing(tmp_path: Path) -> None:
     again = Life(tmp_path / "killed", world, maxTurns=20)
     asyncio.run(again.run())
     assert (facts(again), world.begun, again.told.samples) == (facts(whole), before, [])
+
+
+def thinks(seed: int, text: str) -> str:
+    """As `said_by`, after a thought if the seed and the turn want one."""
+    heard = text.count("</tool_response>")
+    return ("I guess.</think>" if (seed + heard) % 3 else "") + said_by(seed, text)
+
+
+@pytest.mark.slow
+def test_a_template_that_forgets_begins_branches_and_nothing_is_encoded_again(tmp_path: Path) -> None:
+    """Each turn after a thought is a branch. Deaths change nothing."""
+
+    def life(folder: str, world: World) -> Life:
+        made = Life(tmp_path / folder, world, thinks, maxTurns=20)
+        made.tokenizer = forgetful
+        return made
+
+    whole = life("whole", World())
+    asyncio.run(whole.run())
+    wrote = Counter[tuple[int, ...]]()
+    for sample in whole.found:
+        ended = whole.ended[sample.key]
+        thoughts = sum((sample.seed + turn) % 3 > 0 for turn in range(ended.turns - 1))
+        assert ended.ending == "answered"
+        assert len(ended.branches) == 1 + thoughts
+        logprobs = np.where(ended.learnt == LEARNT, [logprob_of(t) for t in sample.tokens.tolist()], 0.0)
+        assert sample.logprobs.tolist() == logprobs.tolist()
+        for number, place in enumerate(ended.branches):
+            prompt = sample.tokens[place.begin : place.answer] if number else sample.prompt_tokens
+            assert "think" not in tokenizer().decode(prompt), "it is forgotten"
+            ids = sample.tokens[place.answer : place.end]
+            learnt = ended.learnt[place.answer : place.end] == LEARNT
+            for turn in np.split(ids, np.flatnonzero(np.diff(learnt.astype(int))) + 1)[::2]:
+                wrote[tuple(turn.tolist())] += 1
+    asked = [r for server in whole.servers for r in server.requests]
+    texts = [tokenizer().decode(r["token_ids"], skip_special_tokens=False) for r in asked]
+    seeds = [r["sampling_params"]["extra_args"][SEED] for r in asked]
+    sampled = Counter(tuple(tokenizer()(thinks(*each))["input_ids"]) for each in zip(seeds, texts, strict=True))
+    assert wrote == sampled, "what the servers sampled is learnt, each token once"
+    world, every = World(), sum(whole.world.effects.values())
+    for effects in (1, every // 2, every - 1):
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(life("killed", world).run(dies=lambda life, n=effects: sum(life.world.effects.values()) >= n))
+    killed = life("killed", world)
+    asyncio.run(killed.run())
+    assert facts(killed) == facts(whole)
+    assert set(world.effects.values()) == {1}
 
 
 @pytest.mark.slow

@@ -38,11 +38,13 @@ class Sequences:
     """Sequences of tokens. `tokens` (N, T) int64 is right-padded. `lengths` (N,) int64 are each in 1..T.
 
     `routing` (N, T, layers, experts of a token) int16: the experts that the rollout chose, -1 where they are not known.
-    It is None if none are known."""
+    It is None if none are known. `branches` (N, T) bool marks tokens at which a sequence of its own begins, which does
+    not see what is before it in its row. It is None without any."""
 
     tokens: Tensor
     lengths: Tensor
     routing: Tensor | None = None
+    branches: Tensor | None = None
 
     @staticmethod
     def read(arrays: Arrays, prefix: str = "") -> Sequences:
@@ -76,6 +78,11 @@ class Sequences:
         places = wanted[:, :width][inside].nonzero().squeeze(1)
         routing = None if self.routing is None else self.routing[index, :width][inside]
         targets = shifted(tokens)[inside][places]
+        if self.branches is not None:
+            begins = self.branches[index, :width].clone()
+            begins[:, 0] = True
+            starts = begins[inside].nonzero().squeeze(1)
+            lengths = starts.diff(append=lengths.sum().unsqueeze(0))
         return Packed(tokens[inside].unsqueeze(0), tuple(lengths.tolist()), places, targets, routing)
 
 

@@ -11,8 +11,12 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dovetail.coordinator.samples.scoring import Finished, Inference, Scores
 from dovetail.coordinator.samples.streams import Growing
+from dovetail.coordinator.store.episodes import BranchPlace, part_of
 from dovetail.coordinator.store.samples import Key
 
 ModelSet = tuple[str, ...]
@@ -33,16 +37,20 @@ def model_sets(want: Sequence[str], holders: Sequence[Collection[str]]) -> list[
 class InferenceOfSets:
     """One `Inference` for each model set, with the interface of a single one. `make(models, on_scores)` builds the
     `Inference` of a set. `on_scores` gets a sample's scores once all sets have scored it. Without sets that is at once,
-    without scores."""
+    without scores. `branches` says where in a response its branches are (`StoredEpisode.branches`). Each is scored as a
+    sequence of its own."""
 
     def __init__(
         self,
         sets: Sequence[ModelSet],
         make: Callable[[ModelSet, Callable[[list[Scores]], None]], Inference],
         on_scores: Callable[[list[Scores]], None],
+        branches: Callable[[Key], Sequence[BranchPlace]] = lambda _: (),
     ) -> None:
         self._parts: dict[Key, list[Scores]] = {}
         self._count = len(sets)
+        self._branches = branches
+        self._apart: dict[Key, _InBranches] = {}
         self._on_scores = on_scores
         self._stack = AsyncExitStack()
         self._inferences = [make(models, self._collect) for models in sets]
@@ -60,10 +68,21 @@ class InferenceOfSets:
     def add(self, samples: Iterable[Finished]) -> None:
         """Add samples to be scored."""
         new = list(samples)
+        if not self._inferences:
+            if new:
+                self._on_scores([Scores(sample.key, None, None, None) for sample in new])
+            return
+        sequences = [part for sample in new for part in self._sequences(sample)]
         for inference in self._inferences:
-            inference.add(new)
-        if not self._inferences and new:
-            self._on_scores([Scores(sample.key, None, None, None) for sample in new])
+            inference.add(sequences)
+
+    def _sequences(self, sample: Finished) -> list[Finished]:
+        """What scorers get of a sample: the sample, or each branch of its episode."""
+        if len(branches := self._branches(sample.key)) < 2:
+            return [sample]
+        apart = _InBranches(sample, branches)
+        self._apart |= dict.fromkeys((part.key for part in apart.parts), apart)
+        return apart.parts
 
     def follow(self, left: int, growing: Callable[[], Sequence[Growing]]) -> None:
         """Let scorers compute parts of samples that are still generated."""
@@ -95,9 +114,46 @@ class InferenceOfSets:
             parts = self._parts.setdefault(scores.key, [])
             parts.append(scores)
             if len(parts) == self._count:
-                whole.append(merged(self._parts.pop(scores.key)))
+                found = merged(self._parts.pop(scores.key))
+                apart = self._apart.pop(scores.key, None)
+                whole += [found] if apart is None else apart.add(found)
         if whole:
             self._on_scores(whole)
+
+
+class _InBranches:
+    """A sample whose branches are scored as the samples `parts`, until all of them are."""
+
+    def __init__(self, sample: Finished, branches: Sequence[BranchPlace]) -> None:
+        self._key, self._branches, self._size = sample.key, branches, len(sample.response)
+        self._scores: dict[Key, Scores] = {}
+        said = sample.response
+        self.parts = [
+            Finished(
+                part_of(sample.key, number),
+                said[each.begin : each.answer] if each.begin else sample.prompt,
+                said[each.answer : each.end],
+            )
+            for number, each in enumerate(branches)
+        ]
+
+    def add(self, scores: Scores) -> list[Scores]:
+        """Note the scores of a branch. Returns those of the sample if this was the last one."""
+        self._scores[scores.key] = scores
+        if len(self._scores) < len(self.parts):
+            return []
+        found = [self._scores[part.key] for part in self.parts]
+        references, values = ([getattr(each, name) for each in found] for name in ("ref_logprobs", "values"))
+        return [Scores(self._key, self._joined(references), self._joined(values), None)]
+
+    def _joined(self, rows: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
+        """What is known of the tokens of each branch, as one row for the response. It is 0 at prompts."""
+        whole = np.zeros(self._size, np.float32)
+        for each, row in zip(self._branches, rows, strict=True):
+            if row is None:
+                return None
+            whole[each.answer : each.end] = row
+        return whole
 
 
 def merged(parts: Sequence[Scores]) -> Scores:

@@ -14,6 +14,7 @@ from dovetail.coordinator.samples.model_sets import InferenceOfSets, ModelSet
 from dovetail.coordinator.samples.reward_stage import Joined, RewardFunctions, Rewards, WithRewards
 from dovetail.coordinator.samples.scorers import REWARD_MODEL, Scorers
 from dovetail.coordinator.samples.scoring import Finished, Inference, Scorer, Scores
+from dovetail.coordinator.store.episodes import BranchPlace
 from dovetail.coordinator.store.samples import Key, ScoreRow, State
 from dovetail.protocol.messages import Span
 
@@ -30,6 +31,9 @@ class Score:
         self._scorers, self._samples = scorers, job.store.samples
         self.texts = Texts(prepared.tokenizer, prepared.actor_config_dir)
         self._functions: RewardFunctions | None = None
+        episodes = None if job.spec.sessions is None else job.store.episodes
+        self._branches: Callable[[Key], Sequence[BranchPlace]]
+        self._branches = (lambda _: ()) if episodes is None else episodes.branches
         if calls is not None:
             self._functions = RewardFunctions(
                 calls,
@@ -86,7 +90,8 @@ class Score:
             joined.rewards,
             lambda span: timeline.add([span]),
         )
-        return WithRewards(InferenceOfSets(self._scorers.model_sets, inference_of, joined.scores), rewards)
+        of_sets = InferenceOfSets(self._scorers.model_sets, inference_of, joined.scores, self._branches)
+        return WithRewards(of_sets, rewards)
 
     async def answers(self, version: int, records: Sequence[PromptRecord], samples_per_prompt: int) -> None:
         """Store the rewards of the evaluation's answers, drawn with the weights `version`. The job's reward functions

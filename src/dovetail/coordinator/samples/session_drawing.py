@@ -25,6 +25,7 @@ from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.sessions.answer_reader import AnswerReader, Unreadable
 from dovetail.coordinator.sessions.bridge import Bridge
 from dovetail.coordinator.sessions.effects import EpisodeLost, Failed
+from dovetail.coordinator.sessions.episode import joined
 from dovetail.coordinator.sessions.play import BegunEnvironment, Ending, Environment, Played, Player, SampledTurn
 from dovetail.coordinator.store.episodes import EndedEpisode
 from dovetail.coordinator.store.samples import Key, Sample, State
@@ -109,18 +110,20 @@ class Episodes:
         key, attempt, player = sample.key, sample.attempt, self._player
         assert player is not None
         fields = {name: value for name, value in sample.fields.items() if name != "messages"}
-        asked, first = sample.fields["messages"], 0
+        asked, first, held, before = sample.fields["messages"], 0, list[int](), 0
 
         async def policy(turn: int, prompt: Sequence[int]) -> SampledTurn:
-            nonlocal first
+            nonlocal first, held, before
             first = first or len(prompt)
+            if list(prompt[: len(held)]) != held:  # a branch begins, and what came before stays a part of the sample
+                before += len(held)
             if first > (room := self._prepared.spec.data.max_prompt_tokens):
                 raise GenerationError(
                     f"the episode of sample {key.sample} of prompt {key.prompt} begins with {first} tokens, but "
                     f"spec.data.maxPromptTokens is {room}; raise it, because the tools and what the environment says "
                     "belong to the prompt"
                 )
-            left = first + self._most - len(prompt)
+            left = first + self._most - before - len(prompt)
             limit = min(left, self._sessions.max_tokens or left)
             if limit < 1:
                 return SampledTurn([], [], False)
@@ -129,6 +132,7 @@ class Episodes:
                 raise EpisodeLost("the environment began or answered otherwise than before the coordinator died")
             if found.state is not State.GENERATED:
                 found = await draw(found, limit)
+            held = [*prompt, *found.tokens.tolist()]
             return SampledTurn(found.tokens.tolist(), found.logprobs.tolist(), found.finished)
 
         found: list[Sample] | None = None
@@ -138,7 +142,7 @@ class Episodes:
                 begun = await self._environment.begin("-".join(map(str, (*key, attempt))), fields)
                 found = self._end(key, await player.play(key, attempt, asked, begun, policy))
             except EpisodeLost as lost:
-                attempt, first = attempt + 1, 0
+                attempt, first, held, before = attempt + 1, 0, [], 0
                 if attempt == MOST_ATTEMPTS:
                     found = self._discard(key, FAILED, str(lost))
                 else:
@@ -160,22 +164,10 @@ class Episodes:
         failed = played.ending is not Ending.ANSWERED
         if (failed and self._sessions.on_failure == "Discard") or not played.branches:
             return self._discard(key, played.ending, played.why)
-        if len(played.branches) > 1:
-            raise GenerationError(
-                f"the chat template wrote an earlier turn of sample {key.sample} of prompt {key.prompt} otherwise "
-                "later, so its episode is no single sequence, which cannot be trained yet; take a template that only "
-                "appends"
-            )
-        (branch,) = played.branches
-        prompt = slice(None, branch.prompt_length)
-        response = slice(branch.prompt_length, None)
         self._store.episodes.end(
             key,
             EndedEpisode(
-                branch.tokens[prompt],
-                branch.tokens[response],
-                branch.logprobs[response],
-                branch.learnt[response],
+                *joined(played.branches),
                 finished=not failed,
                 ending=played.ending,
                 why=played.why,

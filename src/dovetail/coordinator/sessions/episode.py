@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.coordinator.data.text.chat_template import ASSISTANTS, REASONING, Message
-from dovetail.coordinator.data.text.tokenize import right_pad
 from dovetail.coordinator.sessions.bridge import Bridge, Tools
-from dovetail.protocol.wire import Arrays
+from dovetail.protocol.wire import BRANCH, LEARNT
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,16 @@ class Branch:
     def prompt_length(self) -> int:
         """The number of tokens before the first one that is learnt."""
         return int(self.learnt.argmax())
+
+
+class Joined(NamedTuple):
+    """An episode as a sample: `prompt` (P,) and `response` (R,) int32 ids, `logprobs` (R,) float32 in nats, and `marks`
+    (R,) uint8 as `protocol.wire.LEARNT` describes them. The prompt of a further branch is a part of the response."""
+
+    prompt: NDArray[np.int32]
+    response: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    marks: NDArray[np.uint8]
 
 
 class Episode:
@@ -120,31 +129,26 @@ class Episode:
         exchange.answer = answer
 
     def branches(self) -> list[Branch]:
-        """The sequences to train on. Their order does not depend on the order of the exchanges. Exchanges without an
-        answer, or with an empty one, are left out."""
+        """The sequences to train on, those that end with fewer messages first. Their order does not depend on the order
+        of the exchanges. Exchanges without an answer, or with an empty one, are left out."""
         answered = [each for each in self.exchanges if each.answer is not None and each.answer.tokens]
         inner = {each.before for each in answered}
         leaves = sorted(
-            (each for each in answered if each not in inner), key=lambda each: (_tokens(each), _starts(each))
+            (each for each in answered if each not in inner),
+            key=lambda each: (len(each.messages), _tokens(each), _starts(each)),
         )
         learnt = set[ModelExchange]()
         return [_branch(leaf, learnt) for leaf in leaves]
 
 
-def branch_arrays(branches: Sequence[Branch], pad: int) -> Arrays:
-    """The arrays of a PPO batch that say what the model read and wrote, for N branches: `tokens` (N,T) int32,
-    `prompt_lengths` and `response_lengths` (N,) int32, `rollout_logprobs` (N,R) float32 and `learnt` (N,R) uint8. A
-    branch's response begins with the first token that is learnt."""
-    tokens, lengths = right_pad([branch.tokens for branch in branches], pad)
-    prompts = np.array([branch.prompt_length for branch in branches], np.int32)
-    width = int((lengths - prompts).max(initial=1))
-    learnt, logprobs = np.zeros((len(branches), width), np.uint8), np.zeros((len(branches), width), np.float32)
-    for row, branch in enumerate(branches):
-        response = slice(branch.prompt_length, None)
-        learnt[row, : lengths[row] - prompts[row]] = branch.learnt[response]
-        logprobs[row, : lengths[row] - prompts[row]] = branch.logprobs[response]
-    sizes = {"prompt_lengths": prompts, "response_lengths": lengths - prompts}
-    return {"tokens": tokens, **sizes, "rollout_logprobs": logprobs, "learnt": learnt}
+def joined(branches: Sequence[Branch]) -> Joined:
+    """The branches of an episode one after another, as one sample."""
+    (first, *_), start = branches, branches[0].prompt_length
+    marks = [branch.learnt.astype(np.uint8) * LEARNT for branch in branches]
+    for each in marks[1:]:
+        each[0] = BRANCH
+    tokens, logprobs = (np.concatenate([getattr(b, name) for b in branches]) for name in ("tokens", "logprobs"))
+    return Joined(first.tokens[:start], tokens[start:], logprobs[start:], np.concatenate(marks)[start:])
 
 
 def _tokens(exchange: ModelExchange) -> list[int]:

@@ -109,7 +109,7 @@ CREATE TABLE IF NOT EXISTS episodes (
     messages TEXT NOT NULL,          -- JSON
     turns INTEGER NOT NULL,
     calls INTEGER NOT NULL,
-    learnt BLOB NOT NULL,            -- uint8, one for each token of the response: 1 if the model wrote it
+    learnt BLOB NOT NULL,            -- uint8, one for each token of the response (`protocol.wire.LEARNT`)
     discarded INTEGER NOT NULL,      -- 1: it is not trained
     PRIMARY KEY (iteration, prompt_index, sample_index)
 )

@@ -7,13 +7,15 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.coordinator.store.database import Database, StoreError
 from dovetail.coordinator.store.samples import WHERE, Key, Sample, SampleTable, State
+from dovetail.protocol.wire import BRANCH, LEARNT
 
 # An episode has at most so many turns (`spec.sessions.maxTurns`).
 MOST_TURNS = 1000
@@ -24,14 +26,14 @@ DISCARDED = "discarded"
 @dataclass(frozen=True)
 class EndedEpisode:
     """How an episode ended. `prompt` (P,) and `response` (R,) are its token ids, `logprobs` (R,) float32 in nats, and
-    `learnt` (R,) bool says which tokens of the response the model wrote. `finished` says whether it ended by itself.
-    `ending` says in a word or two why it ended, and `why` in a sentence what was wrong. `reward` is the environment's,
-    if it gave one. `turns` and `calls` count the model's turns and calls."""
+    `learnt` (R,) uint8 says what of the response is learnt (`protocol.wire.LEARNT`). `finished` says whether
+    it ended by itself. `ending` says in a word or two why it ended, and `why` in a sentence what was wrong. `reward` is
+    the environment's, if it gave one. `turns` and `calls` count the model's turns and calls."""
 
     prompt: Sequence[int] | NDArray[np.int32]
     response: Sequence[int] | NDArray[np.int32]
     logprobs: Sequence[float] | NDArray[np.float32]
-    learnt: NDArray[np.bool_]
+    learnt: NDArray[np.uint8]
     finished: bool
     ending: str
     why: str
@@ -39,6 +41,14 @@ class EndedEpisode:
     messages: Sequence[Mapping[str, Any]]
     turns: int
     calls: int
+
+
+class BranchPlace(NamedTuple):
+    """A branch in a response. It has the tokens from `begin` to `end`. Those before `answer` are its prompt."""
+
+    begin: int
+    answer: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -51,8 +61,17 @@ class StoredEpisode:
     messages: list[dict[str, Any]]
     turns: int
     calls: int
-    learnt: NDArray[np.bool_]
+    learnt: NDArray[np.uint8]
     discarded: bool
+
+    @property
+    def branches(self) -> list[BranchPlace]:
+        """Where the branches are in the response. The first one goes on after the sample's prompt."""
+        begins = [0, *np.flatnonzero(self.learnt == BRANCH).tolist(), len(self.learnt)]
+        return [
+            BranchPlace(begin, begin + int((self.learnt[begin:end] == LEARNT).argmax()) if begin else 0, end)
+            for begin, end in pairwise(begins)
+        ]
 
 
 def told_of(episode: StoredEpisode) -> dict[str, Any]:
@@ -73,10 +92,16 @@ def episode_facts(episodes: Mapping[Key, StoredEpisode], compares: bool) -> dict
     return {
         "episode_turns": sum(each.turns for each in kept) / max(1, len(kept)),
         "episode_calls": sum(each.calls for each in kept) / max(1, len(kept)),
+        "episode_branches": sum(len(each.branches) for each in kept) / max(1, len(kept)),
         "episodes_discarded": 1.0 - len(kept) / everyone,
         "groups_dropped": sum(left[prompt] < (2 if compares else 1) for prompt in prompts) / len(prompts),
         **{f"discarded/{cause}": count / everyone for cause, count in sorted(causes.items())},
     }
+
+
+def part_of(key: Key, number: int) -> Key:
+    """The key of a turn of the episode of the sample `key`, or of a branch when it has ended. Both count from 0."""
+    return key._replace(sample=-1 - MOST_TURNS * key.sample - number)
 
 
 class EpisodeTable:
@@ -85,12 +110,15 @@ class EpisodeTable:
     def __init__(self, database: Database, samples: SampleTable) -> None:
         self._db, self._samples = database, samples
 
+    def branches(self, key: Key) -> list[BranchPlace]:
+        """`StoredEpisode.branches` of an episode that has ended."""
+        found = self.get(key)
+        return [] if found is None else found.branches
+
     def turn(self, key: Key, turn: int, prompt: Sequence[int], seed: int) -> Sample:
         """The sample that is a turn of the model in the episode of the sample `key`. It is stored as pending if it is
         new. If it is not, it may have been begun with another prompt."""
-        return self._samples.begin_turn(
-            Key(key.iteration, key.prompt, -1 - MOST_TURNS * key.sample - turn), prompt, seed
-        )
+        return self._samples.begin_turn(part_of(key, turn), prompt, seed)
 
     def again(self, key: Key) -> None:
         """Give an episode up, and begin another attempt at it."""
@@ -106,7 +134,7 @@ class EpisodeTable:
 
     def discard(self, key: Key, ending: str, why: str) -> None:
         """Store that the episode of a sample is not trained. The sample then counts as scored, without a token."""
-        none = np.zeros(0, np.bool_)
+        none = np.zeros(0, np.uint8)
         self._end(key, State.SCORED, DISCARDED, EndedEpisode([], [], [], none, False, ending, why, None, [], 0, 0))
 
     def _end(self, key: Key, state: State, reason: str, found: EndedEpisode) -> None:
@@ -159,7 +187,7 @@ class EpisodeTable:
                     json.dumps(list(found.messages), ensure_ascii=False),
                     found.turns,
                     found.calls,
-                    np.asarray(found.learnt, np.uint8).tobytes(),
+                    found.learnt.tobytes(),
                     reason == DISCARDED,
                 ),
             )
@@ -187,8 +215,8 @@ class EpisodeTable:
     @staticmethod
     def _stored(row: tuple[Any, ...]) -> StoredEpisode:
         ending, why, reward, messages, turns, calls, learnt, discarded = row
-        mask = np.frombuffer(learnt, np.uint8).astype(np.bool_)
-        return StoredEpisode(ending, why, reward, json.loads(messages), turns, calls, mask, bool(discarded))
+        marks = np.frombuffer(learnt, np.uint8)
+        return StoredEpisode(ending, why, reward, json.loads(messages), turns, calls, marks, bool(discarded))
 
     @staticmethod
     def _turns_of(key: Key) -> tuple[int, int, int, int]:

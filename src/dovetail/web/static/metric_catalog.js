@@ -11,7 +11,7 @@ export const CATEGORIES = [
     ["reward_std", "spread of the scores"], ["reward_min", ""], ["reward_max", ""], [/^reward\//, "one reward function, before its weight"],
     ["reward_with_kl", "less the KL penalty"], ["reward_clipped", "share beyond ppo.rewardClip; healthy: below 0.05"], ["equal_reward_groups", "share of prompts with one score; healthy: below 0.5"],
     ["distinct_responses", ""], ["response_length_max", "longest response, tokens"],
-    ["episode_turns", ""], ["episode_calls", "calls of tools"], ["episodes_discarded", "share that is not trained; healthy: below 0.1"], [/^discarded\//, "share of this cause"], ["groups_dropped", "share of prompts"],
+    ["episode_turns", ""], ["episode_calls", "calls of tools"], ["episode_branches", ""], ["episodes_discarded", "share that is not trained; healthy: below 0.1"], [/^discarded\//, "share of this cause"], ["groups_dropped", "share of prompts"],
   ]],
   ["Policy", [
     ["approx_kl", "how far the steps moved the policy, nats per token; healthy: below 0.02"], ["clipfrac", "share of clipped tokens; healthy: at most 0.2"], ["dual_clipfrac", ""], ["ratio", "new to old probability; healthy: near 1"],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dovetail.manifest.types import PPO, Dtype, RLHFJobSpec, Role
 from dovetail.protocol.experience import Experience
-from dovetail.protocol.wire import Arrays
+from dovetail.protocol.wire import BRANCH, LEARNT, Arrays
 from dovetail.trainer.algorithms.advantages import (
     Statistics,
     compute_advantages,
@@ -77,7 +77,11 @@ class PPOSamples:
             raise BadCommand(f"batch array 'response_lengths' must lie in 0..{width}, the width of rollout_logprobs")
         mask = torch.arange(width) < responses.unsqueeze(1)
         if "learnt" in arrays:
-            mask &= read(arrays, "learnt", torch.uint8, (n, width)).bool()
+            marks = read(arrays, "learnt", torch.uint8, (n, width))
+            branches = mask & (marks == BRANCH)
+            mask &= marks == LEARNT
+            if bool(branches.any()):
+                sequences = replace(sequences, branches=_at_sequences(branches, prompts, tokens.shape[1]))
         if not bool(mask.any()):
             raise BadCommand("no sample of the batch has a response token to learn")
 
@@ -142,6 +146,12 @@ class PPOSamples:
         return {name: table.numpy() for name, table in tables.items() if table is not None}
 
 
+def _at_sequences(marks: Tensor, prompt_lengths: Tensor, time: int) -> Tensor:
+    """(N, time) bool: `marks` (N, R) of response tokens, at their places in the sequences."""
+    places = torch.arange(time) - prompt_lengths.unsqueeze(1)
+    return (places >= 0) & (places < marks.shape[1]) & marks.gather(1, places.clamp(0, marks.shape[1] - 1))
+
+
 def _present(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor
@@ -150,8 +160,7 @@ def _present(tensor: Tensor | None) -> Tensor:
 def response_positions(prompt_lengths: Tensor, mask: Tensor, time: int) -> Tensor:
     """(B, time) bool: the positions that predict the response tokens of `mask` (B, R). Each is the one before its
     token."""
-    tokens, last = torch.arange(time) - (prompt_lengths.unsqueeze(1) - 1), mask.shape[1] - 1
-    return (tokens >= 0) & (tokens <= last) & mask.gather(1, tokens.clamp(0, last))
+    return _at_sequences(mask, prompt_lengths - 1, time)
 
 
 def counted_samples(samples: PPOSamples, config: PPO) -> Tensor | None:
