@@ -23,6 +23,7 @@ from dovetail.coordinator.reporting.sample_files import (
     sample_rows,
 )
 from dovetail.coordinator.reporting.sample_texts import described, printable
+from dovetail.coordinator.store.episodes import StoredEpisode, told_of
 from dovetail.coordinator.store.samples import Key, Sample, State
 from dovetail.protocol.experience import Experience
 
@@ -216,9 +217,11 @@ def test_an_episode_is_shown_as_its_messages() -> None:
         {"role": "tool", "content": "hig\x1bher"},
         {"role": "assistant", "content": "No."},
     ]
-    episode = {"ending": "turns", "why": "", "reward": 0.0, "messages": messages, "turns": 2, "calls": 1}
     row = {"iteration": 3, "prompt_index": 0, "sample_index": 1, "prompt": "p", "response": "r", "reward": 0.0}
-    row |= {"tokens": 9, "finish_reason": "length", "episode": {**episode, "discarded": False}}
+    row |= {"tokens": 9, "finish_reason": "length", "rollout": "rollouts-1", "weight_version": 2}
+    learnt = np.array([1, 1, 0, 1, 2, 0, 1, 1, 0], np.uint8)
+    stored = StoredEpisode("turns", "", 0.0, messages, 2, 1, learnt, False)
+    row |= {"episode": (episode := json.loads(json.dumps(told_of(stored))))}
     assert described(row) == [
         "iteration 3, prompt 0, sample 1: reward 0, 9 tokens, 2 turns, 1 calls, turns",
         "  user:     Guess.",
@@ -226,6 +229,8 @@ def test_an_episode_is_shown_as_its_messages() -> None:
         '            guess({"number": 3})',
         "  tool:     hig\N{REPLACEMENT CHARACTER}her",
         "  assistant: No.",
+        "  tokens:   2 learnt, 1 told, 1 learnt, 2 asked anew, 2 learnt, 1 told",
+        "  drawn:    weights 2 on rollouts-1",
     ]
     assert [(turn["role"], turn["learnt"]) for turn in turns("p", "r", row["episode"])] == [
         ("user", False),

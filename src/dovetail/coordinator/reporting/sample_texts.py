@@ -118,7 +118,11 @@ def described(row: Mapping[str, Any]) -> list[str]:
     place = f"{where}, prompt {row['prompt_index']}, sample {row['sample_index']}"
     if (episode := row.get("episode")) is None or not episode["messages"]:
         return [f"{place}: {facts_of(row)}", *texts_of(row)]
-    return [f"{place}: {facts_of(row)}", *(line for said in spoken(episode) for line in texts_of(said, list(said)))]
+    lines = [line for said in spoken(episode) for line in texts_of(said, list(said))]
+    runs = ", ".join(f"{count} {kind}" for kind, count in episode.get("tokens", ()))
+    drawn = f"weights {row['weight_version']} on {row['rollout']}" if row.get("rollout") else ""
+    more = [f"  {name + ':':<9} {text}" for name, text in (("tokens", runs), ("drawn", drawn)) if text]
+    return [f"{place}: {facts_of(row)}", *lines, *more]
 
 
 def spoken(episode: Mapping[str, Any]) -> list[dict[str, str]]:

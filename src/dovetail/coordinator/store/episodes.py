@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,9 +75,14 @@ class StoredEpisode:
 
 
 def told_of(episode: StoredEpisode) -> dict[str, Any]:
-    """What a row of a samples file says of an episode, for JSON."""
+    """What a row of a samples file says of an episode, for JSON. `tokens` says what the response is made of, in order:
+    each number of tokens is "learnt", "told" or, for the prompt of a further branch, "asked anew"."""
     names = ("ending", "why", "reward", "messages", "turns", "calls", "discarded")
-    return {name: getattr(episode, name) for name in names}
+    kinds = np.where(episode.learnt == LEARNT, "learnt", "told").astype(object)
+    for place in episode.branches[1:]:
+        kinds[place.begin : place.answer] = "asked anew"
+    runs = [(kind, len(list(run))) for kind, run in groupby(kinds)]
+    return {name: getattr(episode, name) for name in names} | {"tokens": runs}
 
 
 def episode_facts(episodes: Mapping[Key, StoredEpisode], compares: bool) -> dict[str, float]:
