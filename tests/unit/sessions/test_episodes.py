@@ -336,6 +336,21 @@ def test_a_template_that_forgets_begins_branches_and_nothing_is_encoded_again(tm
 
 
 @pytest.mark.slow
+def test_an_iteration_that_is_drawn_again_gives_its_calls_other_names(tmp_path: Path) -> None:
+    """A server of tools would answer a name that it knows with what it answered before, and do nothing."""
+    world, effects = World(), 0
+    for _ in range(2):
+        life = drawn(tmp_path, world, maxTurns=20)
+        assert {ended.ending for ended in life.ended.values()} == {"answered"}
+        assert set(world.effects.values()) == {1}
+        effects += sum(ended.calls for ended in life.ended.values())
+        assert len(world.effects) == effects
+        store = Store(tmp_path)
+        store.forget(1, [])
+        store.close()
+
+
+@pytest.mark.slow
 def test_an_episode_is_given_up_where_nobody_knows_whether_a_call_was_made(tmp_path: Path) -> None:
     """The coordinator dies in the midst of a call, and the environment cannot say whether it was made."""
     world = World(knows=False)

@@ -107,7 +107,10 @@ class Episodes:
 
     async def _play(self, sample: Sample, draw: Draw) -> list[Sample]:
         """Play one sample's episode to its end, and store it. Returns what is to be scored."""
-        key, attempt, player = sample.key, sample.attempt, self._player
+        key, player = sample.key, self._player
+        # An environment outside of the job remembers earlier episodes, also those of samples that were forgotten.
+        earlier = MOST_ATTEMPTS * self._store.drawings(key.iteration)
+        attempt = earlier + sample.attempt
         assert player is not None
         fields = {name: value for name, value in sample.fields.items() if name != "messages"}
         asked, first, held, before = sample.fields["messages"], 0, list[int](), 0
@@ -143,7 +146,7 @@ class Episodes:
                 found = self._end(key, await player.play(key, attempt, asked, begun, policy))
             except EpisodeLost as lost:
                 attempt, first, held, before = attempt + 1, 0, [], 0
-                if attempt == MOST_ATTEMPTS:
+                if attempt == earlier + MOST_ATTEMPTS:
                     found = self._discard(key, FAILED, str(lost))
                 else:
                     self._log("episode.again", sample=list(key), reason=str(lost))

@@ -114,18 +114,27 @@ class Store(KeyValues):
 
     def forget(self, iteration: int, keys: Iterable[str]) -> None:
         """`SampleTable.forget`, and delete these keys, in one transaction. What the iteration trained does not
-        count."""
+        count. `drawings` counts how often it was forgotten."""
         with self._db.transaction():
+            self.put(_drawings(iteration), self.drawings(iteration) + 1)
             self.samples.forget(iteration)
             self.outcomes.discard(iteration)
             for key in keys:
                 self.put(key, None)
+
+    def drawings(self, iteration: int) -> int:
+        """How often the iteration's samples were drawn and forgotten."""
+        return int(self.get(_drawings(iteration)) or 0)
 
     def take_interrupted(self) -> list[Sample]:
         """The samples that were on a server when the coordinator died, as they were then. A second call returns
         none."""
         interrupted, self._interrupted = self._interrupted, []
         return interrupted
+
+
+def _drawings(iteration: int) -> str:
+    return f"ppo/{iteration}/drawings"
 
 
 async def in_slices(change: Callable[[int], bool]) -> None:
