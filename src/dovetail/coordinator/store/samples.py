@@ -541,8 +541,8 @@ class SampleTable:
     def _sample(self, db: sqlite3.Connection, row: tuple[Any, ...]) -> Sample:
         key = Key(*row[:3])
         state, prompt, seed, fields, response, logprobs = row[3:9]
-        if response is None:
-            response, logprobs = self._chunks(db, key)
+        if response is None:  # a sample without an attempt has none
+            response, logprobs = self._chunks(db, key) if row[9] else (b"", b"")
         return Sample(
             key,
             State(state),
