@@ -133,6 +133,26 @@ def threads() -> int:
 THREADS = threads()
 
 
+PROVED: dict[str, Any] = {}
+
+
+@pytest.fixture
+def proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dovetail validate --deep` proves a model in processes that import torch, for 18 CPU seconds. A worker proves
+    models of equal configurations once."""
+    from dovetail.tools import model_check
+
+    prove = model_check.prove_model
+
+    def once(ref: Any, scratch: Path) -> Any:
+        stated = ref.scratch.model_dump_json() if ref.scratch else Path(ref.path, "config.json").read_text()
+        if stated not in PROVED:
+            PROVED[stated] = prove(ref, scratch)
+        return PROVED[stated]
+
+    monkeypatch.setattr(model_check, "prove_model", once)
+
+
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     # With more than one, torch has threads of its own.
     if os.environ.get("OMP_NUM_THREADS") == "1" and not forked_workers.COLLECTED and threads() > THREADS:

@@ -20,6 +20,8 @@ from dovetail.manifest.fixed_names import DataKind
 from dovetail.manifest.types import DataSource
 from helpers.model_folder import save_model_folder
 
+pytestmark = pytest.mark.usefixtures("proved_once")
+
 # As Qwen's writes them, shortened.
 TEMPLATE = """{%- if tools %}<system>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</system>
 {% endif %}

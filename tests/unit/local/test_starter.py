@@ -16,6 +16,8 @@ from dovetail.cli.main import cli
 from dovetail.coordinator.data.formats import detect
 from helpers.model_folder import save_model_folder
 
+pytestmark = pytest.mark.usefixtures("proved_once")
+
 LABELLED = '{"prompt": "2 + 2?", "response": "4", "label": true}'
 
 

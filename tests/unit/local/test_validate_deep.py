@@ -17,6 +17,8 @@ from dovetail.planner.make_plan import make_plan
 from dovetail.tools.deep_check import gpus_found
 from helpers.model_folder import save_model_folder
 
+pytestmark = pytest.mark.usefixtures("proved_once")
+
 
 def dovetail(*arguments: object) -> Result:
     return CliRunner().invoke(cli, list(map(str, arguments)), env={"COLUMNS": "200"})
