@@ -107,6 +107,48 @@ def test_what_becomes_of_a_job_and_its_class(server: KubeCluster, tmp_path: Path
             server.delete("rlhfjob", "demo", "-n", SPACE)
 
 
+def test_an_operator_that_may_not_list_classes_leaves_queued_jobs_alone(server: KubeCluster, tmp_path: Path) -> None:
+    """As after an upgrade of the operator whose ClusterRole was not upgraded. Kueue suspends the JobSet."""
+    role = server.get("clusterrole", "dovetail-operator")
+    del role["metadata"]["resourceVersion"]
+    rules = [rule for rule in role["rules"] if rule["resources"] != ["rlhfjobclasses"]]
+    assert len(rules) == len(role["rules"]) - 1
+    config = kubeconfig(server, tmp_path)
+
+    def told(words: str) -> None:
+        wait_for(words, lambda: words in condition(server, "Planned", "queued", SPACE).get("message", ""))
+
+    def replace(rules: list[Any]) -> None:
+        server.kubectl("replace", "-f", "-", stdin=json.dumps(role | {"rules": rules}))
+        words = ("auth", "can-i", "list", "rlhfjobclasses.dovetail.dev", "-A", "--kubeconfig", str(config))
+        wanted = "yes" if rules == role["rules"] else "no"
+        wait_for("the rights", lambda: server.try_kubectl(*words).stdout.strip() == wanted)
+
+    text = json.dumps(job_class(queue="research"))
+    server.kubectl("apply", "--server-side", "-f", "-", stdin=text)
+    try:
+        with operator(config, tmp_path, "before", []) as process:
+            wait_for("leadership", process.leads)
+            server.apply(quickstart("queued", SPACE, **{"class": "cpus"}), namespace=SPACE)
+            wait_for("the JobSet", lambda: server.get("jobset", "queued", "-n", SPACE))
+            process.stop()
+        server.kubectl("patch", "jobset", "queued", "-n", SPACE, "--type=merge", "-p", '{"spec": {"suspend": true}}')
+        made = server.get("jobset", "queued", "-n", SPACE)["metadata"]["uid"]
+        replace(rules)
+        with operator(config, tmp_path, "after", []) as process:
+            wait_for("leadership", process.leads)
+            told("its pods will be as the class said before: spec.class is cpus: the operator cannot see classes")
+            assert server.get("jobset", "queued", "-n", SPACE)["metadata"]["uid"] == made
+            replace(role["rules"])
+            wait_for("the class", lambda: process.events("class.seen"))
+            wait_for("the end", lambda: "class" not in condition(server, "Planned", "queued", SPACE)["message"])
+            assert server.get("jobset", "queued", "-n", SPACE)["metadata"]["uid"] == made
+    finally:
+        replace(role["rules"])
+        server.try_kubectl("delete", "rlhfjobclass", "cpus", "--ignore-not-found")
+        server.delete("rlhfjob", "queued", "-n", SPACE)
+
+
 @pytest.fixture(scope="module")
 def team(server: KubeCluster) -> Iterator[None]:
     """What the chart makes of one team, and the policy by which its members need a class."""

@@ -111,7 +111,10 @@ class Controller:
     ) -> None:
         self.nodes = Nodes(client, settings.nodes_seconds, self.look_at_all)
         self._notices = Notices(client, spot.NOTICES | set(settings.notice_taints), self.look_at_all, now)
-        limited = "the operator serves only some namespaces, and so sees no classes, which belong to the cluster"
+        limited = (
+            "the operator serves only some namespaces, and so sees no classes, which belong to the cluster; remove the "
+            "field, or ask the administrator for a release of the chart without namespaces"
+        )
         self._classes = Classes(client, self.look_at_all, limited if settings.namespaces else "")
         self._client = client
         self._planner = planner

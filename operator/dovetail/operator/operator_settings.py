@@ -10,9 +10,10 @@ from typing import Any
 
 import yaml
 
-from dovetail.gpus.gpu_products import GPU, HardwareError, described
-from dovetail.gpus.kernels import read_capability
+from dovetail.gpus.gpu_products import ANY, GPU, HardwareError, described, image_errors
+from dovetail.gpus.kernels import DEFAULT_ARCHITECTURES, read_capability
 from dovetail.kube.resources import Gang
+from dovetail.manifest.types import RLHFJobSpec
 
 _IMAGE = "dovetail/{}:0.1.0"
 
@@ -66,6 +67,11 @@ class OperatorSettings:
     start_timeout_seconds: int = 0
     multi_kueue: bool = False
 
+    def image_errors(self, spec: RLHFJobSpec) -> list[str]:
+        """One sentence for each group of a job whose image is one of these, and has no kernels for the group's GPU."""
+        trainer, rollout = map(_architectures, (self.trainer_capabilities, self.rollout_capabilities))
+        return image_errors(spec, trainer, rollout, self.gpu_products)
+
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> OperatorSettings:
         """Read the settings from the environment. A variable that is not set keeps its default. Raises ValueError, or
@@ -104,11 +110,17 @@ def _capabilities(name: str, text: str) -> tuple[str, ...]:
     given = tuple(part.strip() for part in text.split(",") if part.strip())
     try:
         for part in given:
-            if part != "any":
+            if part != ANY:
                 read_capability(part)
     except ValueError as error:
         raise ValueError(f"DOVETAIL_{name.upper()}: {error}") from error
     return given
+
+
+def _architectures(given: tuple[str, ...]) -> tuple[str, ...]:
+    if not given or ANY in given:
+        return given or DEFAULT_ARCHITECTURES
+    return tuple("sm_{}{}".format(*read_capability(text)) for text in given)
 
 
 def _template(path: Path) -> dict[str, Any]:

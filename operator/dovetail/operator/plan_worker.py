@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
-from dovetail.gpus.gpu_products import ANY, GPU, estimate, image_errors, is_known
-from dovetail.gpus.kernels import DEFAULT_ARCHITECTURES, read_capability
+from dovetail.gpus.gpu_products import GPU, estimate, is_known
 from dovetail.kube import names
 from dovetail.kube.resources import CONFIG_MAP, JOBSET
 from dovetail.manifest.checks.name_rules import check_name
@@ -24,7 +23,6 @@ from dovetail.manifest.field_policy import at_path
 from dovetail.manifest.resolve import resolve, with_lag
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.operator.cluster.object_cache import TOO_LARGE, Key, values_of
-from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.reconcile import reasons
 from dovetail.operator.reconcile.children import Children, Object
 from dovetail.operator.reconcile.reconcile import PLANNER_AGAIN_SECONDS, PlanRefused
@@ -170,34 +168,19 @@ def _memory(document: Object) -> int:
     return 4096 + 2 * len(text) + 200 * values_of(text)
 
 
-def image_check(settings: OperatorSettings) -> Callable[[RLHFJobSpec], list[str]]:
-    """`image_errors` for the images of the operator's settings."""
-    trainer, rollout = map(_architectures, (settings.trainer_capabilities, settings.rollout_capabilities))
-    return lambda spec: image_errors(spec, trainer, rollout, settings.gpu_products)
-
-
-def _architectures(given: tuple[str, ...]) -> tuple[str, ...]:
-    if not given or ANY in given:
-        return given or DEFAULT_ARCHITECTURES
-    return tuple("sm_{}{}".format(*read_capability(text)) for text in given)
-
-
 class Planner:
     """One worker process, started on first use, replaced when it misses its deadline, and ended after IDLE_SECONDS
     without work. Namespaces take turns, so that slow plans of one tenant do not delay those of others for long. `make`
-    must be importable. Its default is `dovetail.planner.make_plan.make_plan`. `problems` returns sentences for a job
-    that is not planned because its images do not support its GPUs. `clock` returns monotonic seconds."""
+    must be importable. Its default is `dovetail.planner.make_plan.make_plan`. `clock` returns monotonic seconds."""
 
     def __init__(
         self,
         seconds: float,
         make: Callable[[RLHFJobSpec], Plan] | None = None,
-        problems: Callable[[RLHFJobSpec], list[str]] = image_errors,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seconds = seconds
         self._make = make
-        self._problems = problems
         self._clock = clock
         # This is called with each job that `planned` did not wait for. If it is None, `planned` always waits.
         self.done: Callable[[Key], Awaitable[None]] | None = None
@@ -245,8 +228,6 @@ class Planner:
             # Its samples are drawn by this lag. Auto could choose another one for other pods.
             asked = job.model_copy(update={"spec": with_lag(job.spec, plan.lag)})
             wanted = spec_hash(asked)
-        if errors := self._problems(job.spec):
-            return PlanRefused(reasons.INVALID_SPEC, " ".join(errors))
         found = self._answer(wanted) or await self._new(asked, wanted)
         if isinstance(found, PlanRefused):
             return _of_begun(found) if begun else found

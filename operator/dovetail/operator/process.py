@@ -22,7 +22,7 @@ from dovetail.operator.job_controller import Controller
 from dovetail.operator.log import log, log_libraries
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
-from dovetail.operator.plan_worker import Planner, image_check
+from dovetail.operator.plan_worker import Planner
 from dovetail.protocol.http import serving
 from dovetail.protocol.process.endings import BAD_CONFIGURATION, cancel
 
@@ -109,7 +109,7 @@ async def _operate(
     on_signals: Callable[[], None],
 ) -> None:
     """Do the leader's work. Ends when a watch dies or when it is cancelled."""
-    planner = Planner(settings.planner_seconds, problems=image_check(settings))
+    planner = Planner(settings.planner_seconds)
     planner.use(given=settings.gpu_products)
     async with coordinator_http.session() as session:
         coordinators = CoordinatorPoller(session, settings.progress_seconds, lambda key: controller.queue.add(key))

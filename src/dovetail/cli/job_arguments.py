@@ -14,6 +14,7 @@ from dovetail.manifest.documents import FieldLines, ManifestError, parse, read_y
 from dovetail.manifest.job_class import RLHFJobClass, parse_class
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.prediction import too_small
 
 manifest_argument = click.argument("manifest", metavar="JOB.yaml", type=click.Path(path_type=Path))
 run_dir_argument = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
@@ -94,8 +95,9 @@ def load_job(
     with located(manifest, overrides):
         layers, gpus = layer_counts(job.spec, base), hardware(hardware_path)
         made = make_plan(job.spec, layers, configs, gpus, measured, lag, zero3)
+    small = too_small(made.memory, {group.name: group.pod_template for group in job.spec.groups})
     elsewhere = planned and not all(group.on_cpu for group in written.spec.groups)
-    for warning in dict.fromkeys([*warnings(written.spec, cluster=elsewhere), *made.warnings]):
+    for warning in dict.fromkeys([*warnings(written.spec, cluster=elsewhere), *made.warnings, *small]):
         click.echo(f"Warning: {warning}", err=True)
     return job.model_copy(update={"spec": with_lag(job.spec, made.lag)}), made
 

@@ -85,7 +85,7 @@ def unpredicted(manifest: Path, job: RLHFJob, configs: Mapping[str, Any], profil
     return "actor and critic are pinned to different layouts; pin both of spec.plan.parallelism alike"
 
 
-def show_groups(console: Console, plan: Plan, why_not: Callable[[], str]) -> None:
+def show_groups(console: Console, plan: Plan, spec: RLHFJobSpec, why_not: Callable[[], str]) -> None:
     """Show the plan on the manifest's own groups. `why_not` returns why there is no prediction."""
     console.print(plan_tables(plan))
     if plan.prediction is not None:
@@ -94,7 +94,8 @@ def show_groups(console: Console, plan: Plan, why_not: Callable[[], str]) -> Non
         text = f"Nothing is predicted: {why_not()}.\nThe layouts follow from the batch sizes."
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     if plan.memory:
-        console.print("", pod_memory_table(plan.memory), sep="\n")
+        templates = {group.name: group.pod_template for group in spec.groups}
+        console.print("", pod_memory_table(plan.memory, templates), sep="\n")
 
 
 def show_inventory(console: Console, chosen: Chosen, groups: Plan | str) -> None:
@@ -232,6 +233,6 @@ def plan(
     elif isinstance(groups, Plan):
         chosen = on_groups(job.spec, configs, measured) if html_path is not None else None
         if not as_json:
-            show_groups(console, groups, lambda: unpredicted(manifest, job, configs, profile_path))
+            show_groups(console, groups, job.spec, lambda: unpredicted(manifest, job, configs, profile_path))
     if html_path is not None:
         write_html(html_path, job.metadata.name, chosen)

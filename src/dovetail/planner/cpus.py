@@ -16,7 +16,6 @@ from dovetail.fusion.profile import StageProfile
 from dovetail.fusion.scorer_queues import SimulatedScorer, Together, score
 from dovetail.fusion.stage import gather
 from dovetail.manifest.checks.batching import longest_sample, micro_batch_tokens
-from dovetail.manifest.checks.pod_templates import memory_limit
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.model_shape import Head, ModelShape
 from dovetail.manifest.sizes import pod_count, relays_weights, trained_models, trainer_world
@@ -472,7 +471,7 @@ def pod_memory(job: PlannedJob, placed: Placed, schedule: str, chunks: int = 1) 
     trainer = max(trainers, key=lambda parts: sum(parts.values()))
     rollouts = iter(scorer_models(spec, sum(pod_count(g) for g in spec.groups if Role.ROLLOUT in g.roles)))
     found = []
-    for number, group in enumerate(spec.groups):
+    for group in spec.groups:
         pods: list[dict[str, float]] = []
         for _ in range(pod_count(group)):
             parts = dict(trainer) if Role.TRAINER in group.roles else {}
@@ -480,35 +479,11 @@ def pod_memory(job: PlannedJob, placed: Placed, schedule: str, chunks: int = 1) 
                 parts |= _rollout(job, group, next(rollouts))
             pods.append(parts)
         first = 0
-        limit = memory_limit(group.pod_template)
         for parts, equal in groupby(pods):
             count = len(list(equal))
-            found.append(
-                PodMemory(
-                    group=group.name,
-                    first=first,
-                    pods=count,
-                    parts=parts,
-                    limit=limit.size if limit else None,
-                    field=f"spec.groups[{number}].podTemplate: {limit.name}" if limit else "",
-                )
-            )
+            found.append(PodMemory(group=group.name, first=first, pods=count, parts=parts))
             first += count
     return found
-
-
-def too_small(found: list[PodMemory]) -> Iterator[str]:
-    """A sentence for each group whose podTemplate limits or requests less memory than its pods need."""
-    for group, pods in groupby(found, key=lambda each: each.group):
-        worst = max(pods, key=lambda each: each.used)
-        if worst.limit is None or worst.used <= worst.limit:
-            continue
-        largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
-        parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3g}" for name, size in largest)
-        yield (
-            f"a pod of group {group} is expected to need {worst.used / GIB:.3g} GiB of memory (most: {parts}), but "
-            f"{worst.field} is {worst.limit / GIB:.3g} GiB; raise it"
-        )
 
 
 def _named(task: str, parts: Mapping[str, float]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.manifest.types import Dtype, Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner import cpus, placements
 from dovetail.planner.candidate import INFERENCE, Schedule, scorer_models
-from dovetail.planner.cpus import pod_memory, too_small
+from dovetail.planner.cpus import pod_memory
 from dovetail.planner.lags import chosen, excluded, with_lags
 from dovetail.planner.memory import GIB, training_memory
 from dovetail.planner.planned_job import (
@@ -106,7 +106,6 @@ def _planned(job: PlannedJob, no_lag: str | None) -> Plan:
     if schedule == "Auto" and placed.chosen is not None and "critic" in placed.layouts:
         schedule = fitting(placed.chosen)
     chunks = most_chunks(job, placed, schedule)
-    memory = pod_memory(job, placed, schedule, chunks)
     return Plan(
         world_size=trainer_world(spec),
         parallelism=dict(placed.layouts),
@@ -122,13 +121,12 @@ def _planned(job: PlannedJob, no_lag: str | None) -> Plan:
             *product_warnings(spec, job.measured),
             *placed.warnings,
             *_useless_pins(spec, placed),
-            *too_small(memory),
             *_further_rounds(spec),
             *_too_fast(placed),
         ],
         prediction=placed.prediction and with_lags(placed.prediction, no_lag, spec.ppo.lag, placed.draw),
         stages=list(placed.stages),
-        memory=memory,
+        memory=pod_memory(job, placed, schedule, chunks),
     )
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from dovetail.manifest.base import Model
+from dovetail.manifest.checks.pod_templates import memory_limit
 from dovetail.manifest.types import Stage
 
 Seconds = Annotated[float, Field(ge=0.0)]
+GIB = 2**30
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -59,13 +63,26 @@ class PodMemory(Model):
     first: int = Field(ge=0)
     pods: int = Field(ge=1)
     parts: dict[str, float] = Field(description="Bytes by task and part, at the peak of a PPO iteration.")
-    limit: float | None = Field(default=None, description="The bytes that the group's podTemplate allows, or null.")
-    field: str = Field(default="", description="The manifest's field that sets the limit.")
 
     @property
     def used(self) -> float:
         """The memory that is used, in bytes."""
         return sum(self.parts.values())
+
+
+def too_small(found: Sequence[PodMemory], templates: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A sentence for each group whose pods may use less memory than they need. `templates` has each group's
+    podTemplate, with what the administrator adds to it."""
+    for group, pods in groupby(found, key=lambda each: each.group):
+        worst, limit = max(pods, key=lambda each: each.used), memory_limit(templates[group])
+        if limit is None or worst.used <= limit.size:
+            continue
+        largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
+        parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3g}" for name, size in largest)
+        yield (
+            f"a pod of group {group} is expected to need {worst.used / GIB:.3g} GiB of memory (most: {parts}), but "
+            f"{limit.name} of its podTemplates is {limit.size / GIB:.3g} GiB; raise it"
+        )
 
 
 # The coordinator's names of those planner phases that it calls by another name.

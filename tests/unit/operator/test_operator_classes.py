@@ -1,8 +1,9 @@
 """What becomes of a job whose class is missing, wrong, changed or deleted, before it starts and while it runs."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -153,6 +154,95 @@ def test_a_job_in_a_queue_is_made_anew_when_its_class_changes():
     cluster.settle()
     assert ("JobSet", "demo") not in cluster.objects, "else Kueue could start it"
     assert planned(cluster)[:2] == ("False", "ClassMissing")
+
+
+def cannot_list(status: int) -> Classes:
+    """Classes as an operator sees them that starts anew and may not list them, or finds no such kind."""
+    lists = Lists()
+    lists.answer = KubeError(status, "forbidden")
+    classes = Classes(lists, _nobody)  # type: ignore[arg-type]
+    asyncio.run(classes.relist(None, None))  # type: ignore[arg-type]
+    return classes
+
+
+async def _nobody() -> None:
+    """Nobody hears of changes."""
+
+
+@pytest.mark.parametrize(
+    ("classes", "reason"),
+    [
+        (lambda cluster: cannot_list(403), "the operator cannot see classes (forbidden)"),
+        (lambda cluster: cannot_list(404), "the operator cannot see classes (forbidden)"),
+        (lambda cluster: Classes(cast(Any, None), _nobody, "the operator serves some"), "the operator serves some"),
+        (lambda cluster: cluster.give_class("cpus", queues="a"), "The administrator must correct the class cpus"),
+    ],
+)
+@pytest.mark.parametrize("queueing", [True, False], ids=["in a queue", "running"])
+def test_who_cannot_read_a_class_ends_no_job_of_it(queueing, classes, reason):
+    """After the upgrade of an operator, for example, whose rights are older or whose kinds are newer."""
+    cluster = of_class()
+    cluster.queueing = queueing
+    cluster.give_class("cpus", **FAST, queue="research")
+    cluster.settle()
+    before = {place: thing["metadata"]["uid"] for place, thing in cluster.objects.items()}
+    cluster.classes = classes(cluster) or cluster.classes
+    cluster.settle()
+    assert {place: thing["metadata"]["uid"] for place, thing in cluster.objects.items()} == before
+    status, _, message = planned(cluster)
+    assert status == "True"
+    assert reason in message
+    new = of_class()
+    new.classes = cluster.classes
+    new.settle()
+    assert planned(new)[0] == "False"
+    assert planned(new)[1] in ("ClassUnreadable", "ClassInvalid")
+    assert new.objects == {}
+
+
+V100 = {"product": "Tesla-V100-SXM2-32GB", "perPod": 1}
+
+
+def test_the_image_of_a_class_is_taken_at_its_word():
+    """The chart's images have no kernels for a V100."""
+    cluster = of_class(groups=[{**group, "gpu": V100} for group in GROUPS])
+    cluster.give_class("cpus", trainer={"image": "mine:cu126"})
+    cluster.settle()
+    assert planned(cluster)[:2] == ("False", "InvalidSpec")
+    assert planned(cluster)[2].startswith("spec.groups[1].image: Tesla-V100-SXM2-32GB has compute capability 7.0")
+    assert "spec.groups[0]" not in planned(cluster)[2]
+    assert cluster.objects == {}
+    cluster.give_class("cpus", trainer={"image": "mine:cu126"}, rollout={"image": "mine:cu126"})
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+
+
+def limited(size: str) -> dict[str, Any]:
+    return {"podTemplate": {"spec": {"containers": [{"name": "dovetail", "resources": {"limits": {"memory": size}}}]}}}
+
+
+def test_too_little_memory_is_told_whoever_limits_it():
+    """The class, or else the job, or else the chart. The limit may change while the job is suspended, without another
+    plan."""
+    cluster = of_class(suspend=True)
+    cluster.give_class("cpus", trainer=limited("64Mi"))
+    cluster.settle()
+    told = "a pod of group train is expected to need"
+    assert told in planned(cluster)[2]
+    assert "but resources.limits.memory of its podTemplates is 0.0625 GiB; raise it" in planned(cluster)[2]
+    assert "group gen is expected" not in planned(cluster)[2]
+    cluster.give_class("cpus", allowed={"fields": ["spec.containers.resources"]})
+    cluster.settle()
+    assert told not in planned(cluster)[2]
+    cluster.settings = replace(cluster.settings, pod_template=limited("64Mi")["podTemplate"])
+    cluster.settle()
+    assert told in planned(cluster)[2]
+    cluster.edit(groups=[{**group, **limited("64Gi")} for group in GROUPS])
+    cluster.settle()
+    assert told not in planned(cluster)[2]
+    cluster.edit(groups=[{**group, **limited("32Mi")} for group in GROUPS])
+    cluster.settle()
+    assert "is 0.0312 GiB; raise it" in planned(cluster)[2]
 
 
 class Lists:

@@ -13,7 +13,6 @@ from dovetail.gpus.gpu_products import image_errors
 from dovetail.manifest.documents import parse
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.operator.operator_settings import OperatorSettings
-from dovetail.operator.plan_worker import image_check
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "quickstart-cluster.yaml"
 SENTENCE = (
@@ -61,13 +60,13 @@ def test_an_image_of_the_groups_own_is_taken_at_its_word(role: str) -> None:
 
 
 def test_an_operator_with_other_images_says_what_they_serve() -> None:
-    assert image_check(OperatorSettings())(spec()) == [SENTENCE]
+    assert OperatorSettings().image_errors(spec()) == [SENTENCE]
     for given in ("7.0,8.0", "any"):
-        assert image_check(OperatorSettings.read({"DOVETAIL_ROLLOUT_CAPABILITIES": given}))(spec()) == []
+        assert OperatorSettings.read({"DOVETAIL_ROLLOUT_CAPABILITIES": given}).image_errors(spec()) == []
     trainer_only = OperatorSettings.read({"DOVETAIL_TRAINER_CAPABILITIES": "7.0,8.0"})
-    assert image_check(trainer_only)(spec()) == [SENTENCE]
+    assert trainer_only.image_errors(spec()) == [SENTENCE]
     newer = OperatorSettings.read({"DOVETAIL_ROLLOUT_CAPABILITIES": "9.0"})
-    sentence, _ = image_check(newer)(spec("NVIDIA-A10"))
+    sentence, _ = newer.image_errors(spec("NVIDIA-A10"))
     assert "the operator's image has kernels for 9.0; build an image with a torch that has kernels for 8.6" in sentence
     with pytest.raises(ValueError, match=r"DOVETAIL_ROLLOUT_CAPABILITIES: 'sm_70' is no compute capability"):
         OperatorSettings.read({"DOVETAIL_ROLLOUT_CAPABILITIES": "sm_70"})

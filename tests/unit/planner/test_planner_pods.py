@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from dovetail.manifest.checks.pod_templates import memory_limit, quantity
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
-from dovetail.planner.cpus import PROCESS_BYTES, SERVER_BYTES, pod_memory, too_small
+from dovetail.planner.cpus import PROCESS_BYTES, SERVER_BYTES, pod_memory
 from dovetail.planner.make_plan import make_plan
 from dovetail.planner.planned_job import Placed, PlannedJob
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS
+from dovetail.protocol.prediction import GIB, too_small
 
-GIB = 2**30
 SPEC = load_manifest(Path(__file__).parents[3] / "examples" / "quickstart.yaml").spec
 ALONE = Placed({"actor": Parallelism(), "critic": Parallelism()})
 
@@ -95,7 +95,7 @@ def test_models_take_turns_with_activations_unless_a_schedule_runs_both() -> Non
 def test_pods_of_both_roles_hold_everything_and_scorers_only_their_models() -> None:
     both = {"name": "pods", "roles": ["trainer", "rollout"], "replicas": 2}
     (pods,) = pod_memory(PlannedJob(with_groups(both)), ALONE, "Serial")
-    assert (pods.first, pods.pods, pods.limit) == (0, 2, None)
+    assert (pods.first, pods.pods) == (0, 2)
     assert {"trainer: process", "generation: processes", "scorer: process"} <= set(pods.parts)
     apart = [{"name": "t", "roles": ["trainer"]}, {"name": "r", "roles": ["rollout"], "replicas": 4}]
     _, first, second = pod_memory(PlannedJob(with_groups(*apart, placement="Interleaving")), ALONE, "Serial")
@@ -137,12 +137,11 @@ def test_a_pod_with_too_little_memory_is_warned_of_in_one_sentence() -> None:
         {"name": "rollouts", "roles": ["rollout"], "replicas": 2, "podTemplate": enough},
     ]
     made = make_plan(with_groups(*groups))
-    assert [each.limit for each in made.memory] == [GIB / 2, 64 * GIB]
-    (warning,) = made.warnings
+    (warning,) = too_small(made.memory, {"trainers": small, "rollouts": enough})
     need = made.memory[0].used / GIB
     assert f"group trainers is expected to need {need:.3g} GiB" in warning
-    assert "spec.groups[0].podTemplate: resources.limits.memory is 0.5 GiB; raise it" in warning
-    assert not list(too_small(make_plan(with_groups(groups[1], {"name": "t", "roles": ["trainer"]})).memory))
+    assert "resources.limits.memory of its podTemplates is 0.5 GiB; raise it" in warning
+    assert not list(too_small(made.memory, {"trainers": {}, "rollouts": enough}))
 
 
 def test_a_limit_goes_before_a_request_and_other_containers_do_not_count() -> None:

@@ -32,8 +32,10 @@ class Classes:
         if (name := job.spec.job_class) is None:
             return None
         _, found = self._found.get(name, ("", None))
+        if found is None and self._refused:
+            return PlanRefused(reasons.CLASS_UNREADABLE, f"spec.class is {name}: {self._refused}.")
         if found is None:
-            why = self._refused or "the cluster has no such class; name another, or ask the administrator to make it"
+            why = "the cluster has no such class; name another, or ask the administrator to make it"
             return PlanRefused(reasons.CLASS_MISSING, f"spec.class is {name}: {why}.")
         if isinstance(found, str):
             return PlanRefused(reasons.CLASS_INVALID, f"The administrator must correct the class {name}: {found}")

@@ -30,6 +30,7 @@ from dovetail.operator.reconcile.reconcile import (
     is_over,
     old_status,
     reconcile,
+    refused,
     tries_again,
 )
 from dovetail.operator.reconcile.refusals import taken
@@ -112,9 +113,10 @@ class Dispatch:
                 return Looked([], LOOK_SECONDS)
             return self._once(key, document, planned.reason, planned.message)
         job_class = self._classes.of(planned[0])
-        if isinstance(job_class, PlanRefused):
-            return self._once(key, document, job_class.reason, job_class.message)
-        context = RenderContext(planned[0], uid, planned[1], self._settings, job_class=job_class)
+        if (problem := refused(planned[0], job_class, self._settings)) is not None:
+            return self._once(key, document, problem.reason, problem.message)
+        usable = None if isinstance(job_class, PlanRefused) else job_class
+        context = RenderContext(planned[0], uid, planned[1], self._settings, job_class=usable)
         try:
             await self._client.create(workload(context))
         except KubeError as error:

@@ -12,7 +12,9 @@ from dovetail.operator.reconcile import progress, reasons
 from dovetail.operator.reconcile.conditions import Conditions, JobEvent
 from dovetail.operator.reconcile.replan import Outlook, needs, news, remembered
 from dovetail.operator.render.context import RenderContext, digest
+from dovetail.operator.render.pod import given_template
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.prediction import too_small
 
 
 def plan_status(plan: Plan, shown: Plan) -> PlanStatus:
@@ -68,7 +70,13 @@ def summary(context: RenderContext, outlook: Outlook) -> str:
     parts = [f"{plan.world_size} trainer ranks, {len(plan.rollouts)} rollouts", *_predicted(plan)]
     if outlook.problem is not None:
         parts.append(f"the planner has no plan for the GPUs that there are now: {outlook.problem}")
-    parts += [*plan.warnings, *(sentence.rstrip(".") for sentence in warnings(context.job.spec, cluster=True))]
+    spec = context.job.spec
+    templates = {group.name: given_template(context, group) for group in spec.groups}
+    parts += [
+        *plan.warnings,
+        *too_small(plan.memory, templates),
+        *(sentence.rstrip(".") for sentence in warnings(spec, cluster=True)),
+    ]
     if outlook.refused:
         parts.append("the plan does not follow the inventory: the operator may not list nodes")
     return "; ".join(parts)

@@ -171,8 +171,8 @@ def _reconcile(seen: Seen, now: datetime) -> Reconciled:
     if is_over(old):
         return _after_the_end(seen, old, now)
     planned, mine = seen.planned, _jobset(seen)
-    if mine is None and isinstance(seen.job_class, PlanRefused):
-        planned = seen.job_class
+    if mine is None and not isinstance(planned, PlanRefused):
+        planned = refused(planned[0], seen.job_class, seen.settings) or planned
     if (retry := int((seen.document.get("spec") or {}).get("retry") or 0)) or old.retry:
         status = status.model_copy(update={"retry": retry})
     if isinstance(planned, PlanRefused):
@@ -186,15 +186,27 @@ def _reconcile(seen: Seen, now: datetime) -> Reconciled:
     return _Reconciler(seen, context, conditions, status, now).run()
 
 
+def refused(
+    job: RLHFJob, job_class: RLHFJobClass | PlanRefused | None, settings: OperatorSettings
+) -> PlanRefused | None:
+    """Why a job that has a plan gets no pods: its class, or an image without kernels for its GPUs."""
+    if isinstance(job_class, PlanRefused):
+        return job_class
+    errors = settings.image_errors(job.spec if job_class is None else job_class.given_to(job.spec))
+    return PlanRefused(reasons.INVALID_SPEC, " ".join(errors)) if errors else None
+
+
 def _class_news(seen: Seen, context: RenderContext, jobset: Object | None) -> str:
     """What has become of the class of a job whose pods were made by it. Empty if nothing has. Pods that run keep what
     the class said, and the next ones get what it says then."""
-    if jobset is None or _waits(jobset):
+    if jobset is None:
         return ""
+    if isinstance(seen.job_class, PlanRefused) and _waits(jobset):
+        return f"its pods will be as the class said before: {seen.job_class.message.rstrip('.')}"
     if isinstance(seen.job_class, PlanRefused):
         return f"pods that run stay, but no more are made: {seen.job_class.message.rstrip('.')}"
     labels = jobset["metadata"].get("labels") or {}
-    if any(labels.get(key) != value for key, value in class_labels(context).items()):
+    if not _waits(jobset) and any(labels.get(key) != value for key, value in class_labels(context).items()):
         name = context.job.spec.job_class
         return (
             f"class {name} has changed since the pods were made; set spec.suspend to true, and then to false, to use it"
@@ -318,6 +330,8 @@ class _Reconciler:
         others wait for. Without a queue or a gang scheduler the job would take them again at once."""
         # Kueue itself puts JobSets without a queue into the queue `default`, if there is one.
         together = label(jobset, names.QUEUE_LABEL) or self._context.settings.gang
+        if isinstance(self._seen.job_class, PlanRefused):
+            return None  # the JobSet could not be made anew
         if not together or not self._conditions.is_true("Disrupted") or _was_sent(self._seen.document):
             return None
         return next((pod for pod in self._stranded() if label(pod, names.GROUP_LABEL) not in self._rollouts()), None)
@@ -566,7 +580,8 @@ class _Reconciler:
         if not _waits(jobset) or _was_sent(self._seen.document):
             return False
         if isinstance(self._seen.job_class, PlanRefused):
-            return True
+            # An operator that cannot read the class does not know that it says something else now.
+            return self._seen.job_class.reason in (reasons.CLASS_MISSING, reasons.CLASS_REFUSES)
         wanted = self._context.queueing() | class_labels(self._context)
         keys = (names.QUEUE_LABEL, names.PRIORITY_LABEL, names.CLASS_HASH_LABEL)
         return any(key in wanted and label(jobset, key) != wanted[key] for key in keys)

@@ -91,7 +91,7 @@ def group_pod(context: RenderContext, group: Group, index: int | None = None) ->
             container["readinessProbe"] = _probe("/metrics", first, period=5, failures=3)
     # Without a request of CPU and memory a pod gets only what is left, and is evicted first, whatever its GPUs cost.
     container["resources"] = {"requests": {"cpu": f"{500 * max(1, group.gpu.per_pod)}m"}}
-    if memory_limit(_patched({}, context, group, group.pod_template)) is None:
+    if memory_limit(given_template(context, group)) is None:
         container["resources"]["requests"]["memory"] = memory_request(context.plan, group)
     extra: Object = {}
     if not group.on_cpu:
@@ -252,6 +252,11 @@ def _template(
         template["spec"]["imagePullSecrets"] = [{"name": name} for name in context.settings.pull_secrets]
     merged = _patched(template, context, group, patch)
     return {**merged, "spec": share_claims(_own_words(merged["spec"], container["command"]))}
+
+
+def given_template(context: RenderContext, group: Group) -> Object:
+    """What the administrator, the job and its class say of a group's pods, without the operator's own parts."""
+    return _patched({}, context, group, group.pod_template)
 
 
 def _patched(template: Object, context: RenderContext, group: Group | None, patch: dict[str, Any]) -> Object:

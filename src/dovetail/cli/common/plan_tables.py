@@ -10,10 +10,12 @@ from rich.console import Group
 from rich.table import Table
 
 from dovetail.coordinator.reporting.summary_rows import duration
+from dovetail.manifest.checks.pod_templates import memory_limit
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, Stage
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.prediction import (
+    GIB,
     Alternative,
     PodMemory,
     PredictedLag,
@@ -129,7 +131,6 @@ def _through(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
-GIB = 2**30
 _WORDS = {
     "actor_training": "actor training",
     "critic_training": "critic training",
@@ -240,12 +241,13 @@ def _parts(sizes: Mapping[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3g}" for name, size in largest)
 
 
-def pod_memory_table(pods: Sequence[PodMemory]) -> Table:
-    """The memory of pods on CPUs. The column "of" has the limit in the manifest."""
+def pod_memory_table(pods: Sequence[PodMemory], templates: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The memory of pods on CPUs. The column "of" has the limit in the group's podTemplate."""
     table = _table("Memory of a pod in PPO, GiB", ("group", "pods"), ("used", "of"), "by part")
     for each in pods:
-        limit = "" if each.limit is None else f"{each.limit / GIB:.1f}"
-        table.add_row(each.group, _range(each.first, each.pods), f"{each.used / GIB:.1f}", limit, _parts(each.parts))
+        limit = memory_limit(templates[each.group])
+        of = "" if limit is None else f"{limit.size / GIB:.1f}"
+        table.add_row(each.group, _range(each.first, each.pods), f"{each.used / GIB:.1f}", of, _parts(each.parts))
     return table
 
 
