@@ -124,7 +124,7 @@ def test_an_operator_that_may_not_list_classes_leaves_queued_jobs_alone(server: 
         wanted = "yes" if rules == role["rules"] else "no"
         wait_for("the rights", lambda: server.try_kubectl(*words).stdout.strip() == wanted)
 
-    text = json.dumps(job_class(queue="research"))
+    text = json.dumps(job_class(queue="research", allowed={"images": ["registry.example.com/*"]}))
     server.kubectl("apply", "--server-side", "-f", "-", stdin=text)
     try:
         with operator(config, tmp_path, "before", []) as process:
@@ -141,7 +141,7 @@ def test_an_operator_that_may_not_list_classes_leaves_queued_jobs_alone(server: 
             assert server.get("jobset", "queued", "-n", SPACE)["metadata"]["uid"] == made
             replace(role["rules"])
             wait_for("the class", lambda: process.events("class.seen"))
-            wait_for("the end", lambda: "class" not in condition(server, "Planned", "queued", SPACE)["message"])
+            wait_for("the end", lambda: "cannot see" not in condition(server, "Planned", "queued", SPACE)["message"])
             assert server.get("jobset", "queued", "-n", SPACE)["metadata"]["uid"] == made
     finally:
         replace(role["rules"])

@@ -116,11 +116,12 @@ def drain_node(job: ClusterJob) -> set[str]:
 
 
 def upgrade_pool(job: ClusterJob) -> set[str]:
-    """All nodes are cordoned and then drained one after the other, so that no pod finds a node meanwhile."""
+    """All nodes are cordoned and then drained one after the other, so that no pod finds a node meanwhile. Only the
+    job's pods go: the pool has no node for the operator, whose budget protects its last replica."""
     nodes = list(PRODUCTS)
     try:
         job.cluster.kubectl("cordon", *nodes)
-        words = ("--ignore-daemonsets", "--delete-emptydir-data", "--timeout=900s")
+        words = ("--pod-selector=dovetail.dev/job=tiny", "--delete-emptydir-data", "--timeout=900s")
         for node in nodes:
             job.cluster.kubectl("drain", node, *words, timeout=930)
         told = job.condition("Disrupted")
@@ -285,8 +286,8 @@ ALWAYS = ("coordinator killed", "trainer killed", "node drained", "network cut")
     ("lag", "names", "iterations"),
     [
         pytest.param(0, ALWAYS, 40, id="some"),
-        pytest.param(0, tuple(FAULTS), 80, id="all", marks=pytest.mark.nightly),
-        pytest.param(1, tuple(FAULTS), 80, id="all-lag-1", marks=pytest.mark.nightly),
+        pytest.param(0, tuple(FAULTS), 240, id="all", marks=pytest.mark.nightly),
+        pytest.param(1, tuple(FAULTS), 240, id="all-lag-1", marks=pytest.mark.nightly),
     ],
 )
 def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
