@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -144,3 +145,66 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     assert finished == list(range(1, ITERATIONS + 1)), "each iteration once, in order"
     stages = [event["stage"] for event in events(job.run_dir(), "stage.finished")]
     assert stages.count("sft") == 1, "resumed, not begun again"
+
+
+CONFIGURATION = ("configmap", "kueue-manager-config", "-n", "kueue-system")
+CONTROLLER = "deployment/kueue-controller-manager"
+
+
+@contextmanager
+def waits_for_pods(cluster: KubeCluster) -> Iterator[None]:
+    """Kueue that suspends a job one of whose pods is not ready again in time. A first start may take as long as it
+    likes."""
+    found = cluster.get(*CONFIGURATION)["data"]
+    (name, text), *_ = found.items()
+    ready = {"timeout": "1h", "recoveryTimeout": "5s", "requeuingStrategy": {"backoffBaseSeconds": 1}}
+
+    def configure(text: str) -> None:
+        cluster.kubectl("patch", *CONFIGURATION, "--type=merge", "-p", json.dumps({"data": {name: text}}))
+        cluster.kubectl("rollout", "restart", "-n", "kueue-system", CONTROLLER)
+        words = ("rollout", "status", "-n", "kueue-system", CONTROLLER, "--timeout=900s")
+        cluster.kubectl(*words, timeout=930)
+
+    configure(yaml.safe_dump(yaml.safe_load(text) | {"waitForPodsReady": ready}))
+    try:
+        yield
+    finally:
+        configure(text)
+
+
+def evicted(cluster: KubeCluster, namespace: str) -> str:
+    """Why Kueue last ended the pods of a job. It says so also when it has started the job again."""
+    conditions = [
+        c for each in cluster.items("workloads", "-n", namespace) for c in each["status"].get("conditions") or []
+    ]
+    return str(next((c["message"] for c in conditions if c["type"] == "Evicted"), ""))
+
+
+@pytest.mark.nightly
+def test_a_job_that_kueue_stops_because_a_rollout_stays_away_resumes(
+    cluster: KubeCluster, namespace: str, leader: OperatorProcess
+) -> None:
+    """The rollout finds no node, and Kueue's waitForPodsReady.recoveryTimeout passes."""
+    cluster.apply(*queues(namespace), namespace=namespace)
+    document = tiny_manifest(namespace, iterations=ITERATIONS)
+    document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
+    document["spec"]["checkpoint"] = {"everySteps": 2}
+    job = ClusterJob(cluster, namespace)
+    with waits_for_pods(cluster):
+        cluster.apply(*paced(document), namespace=namespace)
+        wait_for("all pods", lambda: job.condition("Running").get("status") == "True" and job.iteration() > 1, SECONDS)
+        job.pace(3000.0)
+        cluster.kubectl("cordon", "v100")
+        try:
+            before = set(job.uids().values())
+            cluster.delete("pod", "-n", namespace, job.pods()["v100"]["metadata"]["name"])
+            # The job is back in the queue for a second only, if at all.
+            wait_for("eviction", lambda: "Exceeded the PodsReady timeout" in evicted(cluster, namespace), SECONDS)
+        finally:
+            cluster.kubectl("uncordon", "v100")
+        wait_for("new pods", lambda: job.whole() and before.isdisjoint(job.uids().values()), SECONDS)
+        assert job.iteration() < ITERATIONS, "the job must outlast its eviction"
+        job.pace(0)
+        wait_for("the end", lambda: is_true(job.document(), "Completed"), SECONDS)
+    finished = [event["iteration"] for event in events(job.run_dir(), "iteration.finished")]
+    assert finished == list(range(1, ITERATIONS + 1)), "each iteration once, in order"
