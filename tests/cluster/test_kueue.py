@@ -111,10 +111,21 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     wait_for("why", lambda: job.condition("Suspended")["message"].startswith(why))
     wait_for("which", lambda: "flavor v100" in job.condition("Suspended")["message"])
     assert job.pods() == {}
-    cluster.kubectl("delete", "rlhfjob", "tiny", "-n", namespace)
-    document["spec"]["groups"][1]["replicas"] = 1
 
-    cluster.apply(document, namespace=namespace)
+    # It goes to another queue while it waits, and comes back smaller.
+    def edit(queue: str, priority: str | None, **spec: Any) -> None:
+        labels = {"kueue.x-k8s.io/queue-name": queue, "kueue.x-k8s.io/priority-class": priority}
+        changed = json.dumps({"metadata": {"labels": labels}, "spec": spec})
+        cluster.kubectl("patch", "rlhfjob", "tiny", "-n", namespace, "--type=merge", "-p", changed)
+
+    edit("other", "urgent")
+    wait_for("the other queue", lambda: "in queue other" in job.condition("Suspended").get("message", ""))
+    moved = cluster.get("jobset", "tiny", "-n", namespace)["metadata"]["labels"]
+    assert moved["kueue.x-k8s.io/priority-class"] == "urgent"
+    edit("team", None, suspend=True)
+    wait_for("suspension", lambda: job.condition("Suspended").get("reason") == "SuspendedByUser")
+    document["spec"]["groups"][1]["replicas"] = 1
+    edit("team", None, suspend=False, groups=document["spec"]["groups"])
     wait_for("an iteration", lambda: job.condition("Running").get("status") == "True" and job.iteration() > 1, SECONDS)
     job.pace(3000.0)  # however long what follows takes
     surplus = ("job", "tiny-a10-s1", "-n", namespace)
