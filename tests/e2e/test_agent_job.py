@@ -2,20 +2,53 @@
 
 from __future__ import annotations
 
+import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from dovetail.cli.main import cli
 from dovetail.coordinator.store.store import Store
-from helpers import boxes
-from helpers.agent_task import write_task
+from dovetail.manifest.checks.validation import load_manifest
 from helpers.jobs import SMALLER, Fault, Injector, history, run_job, same_weights, stored_samples, tiny_job
 
 pytestmark = pytest.mark.slow
 
-HELPERS = Path(boxes.__file__).parent
+EXAMPLE = Path(__file__).parents[2] / "examples" / "agent.yaml"
+CODE = EXAMPLE.parent / "agent"
 ITERATIONS = 3
+
+
+def write_task(folder: Path) -> None:
+    """Write the data of the example into a folder."""
+    runpy.run_path(str(CODE / "make.py"))["write_task"](folder)
+
+
+def test_the_example_begins(tmp_path: Path) -> None:
+    """Its data fits its manifest, and its environment answers a call in the template's own format."""
+    shutil.copy(EXAMPLE, tmp_path)
+    shutil.copytree(CODE, tmp_path / "agent", ignore=shutil.ignore_patterns("*.jsonl", "tokenizer"))
+    write_task(tmp_path / "agent")
+    result = CliRunner().invoke(cli, ["validate", str(tmp_path / EXAMPLE.name), "--deep"])
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.output.split())
+    assert 'assistant: open({"box": "a"}) | tool: error: there is no such box' in told
+
+
+@pytest.mark.nightly
+def test_the_example_learns_its_task(tmp_path: Path) -> None:
+    shutil.copytree(CODE, tmp_path / "agent")
+    write_task(tmp_path / "agent")
+    shutil.copy(EXAMPLE, tmp_path)
+    outcome, _ = run_job(load_manifest(tmp_path / EXAMPLE.name), tmp_path / "run")
+    assert outcome.succeeded, outcome.reason
+    rewards = [row["reward"] for _, row in sorted(history(tmp_path / "run", "ppo").items())]
+    assert rewards[0] < 0.3
+    assert np.mean(rewards[-10:]) > 0.7, rewards
 
 
 def agent_job(folder: Path, **ppo: Any) -> Any:
@@ -30,7 +63,7 @@ def agent_job(folder: Path, **ppo: Any) -> Any:
         models={
             "actor": given,
             "tokenizer": {"path": str(folder / "tokenizer")},
-            "reward": {"function": "boxes:right", "importPath": str(HELPERS), "workers": 1},
+            "reward": {"function": "boxes:right", "importPath": str(CODE), "workers": 1},
         },
         data={
             "demonstrations": [{"path": str(folder / "demonstrations.jsonl")}],

@@ -82,7 +82,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = demo_runs(folder / "recorded")
     samples = SampleFiles(whole, 10**9)
     samples.write_evaluation(BEFORE_SFT, read_rows(evaluation_files(whole)[0]))
-    for name in ("quickstart", "demo", "polite", "sums", "first"):
+    for name in ("quickstart", "demo", "polite", "sums", "first", "agent"):
         shutil.copytree(whole, folder / "job/runs" / name)
     # Two nodes are enough: a search for the lowest price takes ten times as long with all of the example's.
     gpus = yaml.safe_load((ROOT / "examples/inventories/a100-v100-a10.yaml").read_text())["pools"]
