@@ -66,7 +66,7 @@ class Branch:
         return int(self.learnt.argmax())
 
 
-class Joined(NamedTuple):
+class JoinedBranches(NamedTuple):
     """An episode as a sample: `prompt` (P,) and `response` (R,) int32 ids, `logprobs` (R,) float32 in nats, and `marks`
     (R,) uint8 as `protocol.wire.LEARNT` describes them. The prompt of a further branch is a part of the response."""
 
@@ -141,14 +141,14 @@ class Episode:
         return [_branch(leaf, learnt) for leaf in leaves]
 
 
-def joined(branches: Sequence[Branch]) -> Joined:
+def joined(branches: Sequence[Branch]) -> JoinedBranches:
     """The branches of an episode one after another, as one sample."""
     (first, *_), start = branches, branches[0].prompt_length
     marks = [branch.learnt.astype(np.uint8) * LEARNT for branch in branches]
     for each in marks[1:]:
         each[0] = BRANCH
     tokens, logprobs = (np.concatenate([getattr(b, name) for b in branches]) for name in ("tokens", "logprobs"))
-    return Joined(first.tokens[:start], tokens[start:], logprobs[start:], np.concatenate(marks)[start:])
+    return JoinedBranches(first.tokens[:start], tokens[start:], logprobs[start:], np.concatenate(marks)[start:])
 
 
 def _tokens(exchange: ModelExchange) -> list[int]:
