@@ -73,6 +73,19 @@ CASES: dict[str, tuple[WaitingRun, str]] = {
         "all trainers report, but some make no progress: trainer-1 at dovetail.trainer.algorithms.policy:88 in loss, "
         "trainer-0 and 1 more at dovetail.trainer.engine.executor:494 in _wait; the first is the likeliest cause",
     ),
+    "a server that took weights and computes something else with them": (
+        replace(ALIVE, phase="weights", servers=[Peer("rollouts-0", NOW, "its log-probabilities differ")]),
+        "it waits for rollouts-0, which may not draw: its log-probabilities differ",
+    ),
+    "a trainer that hangs while it sends": (
+        replace(
+            ALIVE,
+            phase="weights",
+            servers=STALE,
+            trainers=[Peer("trainer-0", NOW, at="dovetail.trainer.weight_sender:289 in send"), Peer("trainer-1", NOW)],
+        ),
+        "some make no progress: trainer-0 at dovetail.trainer.weight_sender:289 in send; ",
+    ),
     "trainers that work": (
         replace(ALIVE, phase="training", servers=IDLE),
         "all trainers report and make progress",

@@ -69,8 +69,9 @@ class _Cause:
         if found.phase == "training":
             return self._of_trainers()
         if found.phase == "weights":
-            silent = self._silent(found.trainers) or self._silent([*found.servers, *found.scorers])
-            return f"it waits for weights; {_silence(silent)}" if silent else self._of_trainers()
+            if silent := self._silent(found.trainers) or self._silent([*found.servers, *found.scorers]):
+                return f"it waits for weights; {_silence(silent)}"
+            return self._of_trainers() if any(peer.reason or peer.at for peer in found.trainers) else self._of_weights()
         return self._of_samples()
 
     def _of_trainers(self) -> str:

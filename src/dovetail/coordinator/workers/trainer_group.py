@@ -233,13 +233,13 @@ class TrainerGroup:
 
     def heard(self) -> dict[str, tuple[float, bool, str]]:
         """By rank's name: when its last heartbeat came, whether it has joined or is joining, and where its main thread
-        stands (see `Heartbeat`)."""
+        stands (see `Heartbeat`) if a command runs."""
         now = self.clock()
         return {
             trainer_name(rank): (
                 self._seen.get(rank, now),
                 self.formed or rank in self._pending,
-                self._at.get(rank, ""),
+                self._at.get(rank, "") if self._running else "",
             )
             for rank in range(self.world_size)
         }
