@@ -207,7 +207,9 @@ def models_page(root: Path) -> str:
 def _special(family: ModelFamily) -> Iterator[str]:
     """How a family differs from Llama."""
     yield from [] if family.packs else ["sequences as rows"]
-    yield from ["experts"] if family.experts is not None else []
+    if (experts := family.experts) is not None:
+        yield "experts" + " in some layers" * (experts.dense is not None) + ", some shared" * bool(experts.shared)
+    yield from ["latent keys and values"] if family.latent else []
     yield from ["windows" if family.windows == "all" else "windows in some layers"] if family.windows != "never" else []
     yield from ["learnt positions"] if family.learnt_positions else []
     yield from ["norms of heads"] if family.head_norms else []

@@ -30,16 +30,17 @@ from dovetail.manifest.model_families import TABLE, ModelFamily
 from dovetail.manifest.model_families.family import KEPT, Experts
 from dovetail.manifest.model_families.support import foreign
 from dovetail.manifest.model_shape import ModelShape
-from dovetail.models import ModelError
+from dovetail.models import ModelError, PipelineStage, load_config
 from dovetail.models.derive import derive_family, known, resized, whole_model
 from dovetail.protocol.messages import ModelRef
 from dovetail.tools.model_check import prove, share, unbuilt
-from dovetail.trainer.profile.pass_times import measure_model
+from dovetail.trainer.engine.action_measures import SavedBytes
 
 # As near as the counted memory of a layer must be to what is measured.
 NEAR = 0.05
 BASE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "inner": 96}
-BASE |= {"vocab_size": 96, "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+BASE |= {"vocab_size": 96, "experts": 8, "chosen": 2}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16}
 # Each width grows once without the others. Queries are never as wide as hidden states, if the family allows that.
 SHAPES: list[dict[str, int]] = [{}, {"inner": 320}, {"hidden_size": 160}, {"num_key_value_heads": 4}]
 FREE_HEADS: list[dict[str, int]] = [
@@ -47,10 +48,9 @@ FREE_HEADS: list[dict[str, int]] = [
     *({"num_attention_heads": 8, "head_dim": 56}, {"num_key_value_heads": 4, "head_dim": 56}),
 ]
 EXPERTS: list[dict[str, int]] = [
-    *({"num_experts": 16, "num_local_experts": 16}, {"num_experts_per_tok": 4}),
-    *({"num_experts_per_tok": 4, "hidden_size": 160}, {"num_experts_per_tok": 4, "inner": 320}),
+    *({"experts": 16}, {"chosen": 4}, {"chosen": 4, "hidden_size": 160}, {"chosen": 4, "inner": 320}),
 ]
-INNER = ("intermediate_size", "ffn_dim", "moe_intermediate_size")
+INNER = ("intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size")
 # Model types that pass, but that nobody can use.
 NOT_WANTED = {
     "phi": "vLLM loses the bias of its head when new weights arrive",
@@ -59,17 +59,34 @@ NOT_WANTED = {
 
 def measured(config: Any, family: ModelFamily) -> ModelFamily:
     """The family with what autograd keeps of one layer. Raises ModelError if that does not grow with the widths."""
-    free = _heads_are_free(config, family)
-    shapes = SHAPES + FREE_HEADS * free + EXPERTS * (family.experts is not None)
+    family = replace(family, kept=_kept(config, family, False))
+    return (
+        replace(family, kept_dense=_kept(config, family, True)) if family.experts and family.experts.dense else family
+    )
+
+
+def _kept(config: Any, family: ModelFamily, dense: bool) -> dict[str, tuple[int, int]]:
+    """What autograd keeps of one layer, with `dense` of one without experts beside layers with experts."""
+    free = not family.latent and _heads_are_free(config, family)
+    shapes = SHAPES + FREE_HEADS * free
+    if family.latent:
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+        shapes = [{}, {"inner": 320}, {"hidden_size": 160}, heads]
+        shapes += [{name: 3 * size} for name, size in LATENT.items()] + [{**heads, "qk_rope_head_dim": 24}]
+    shapes += EXPERTS * (family.experts is not None and not dense)
     widths, found = [], []
     for changes in shapes:
-        fields = _fields(config, family, BASE | changes, free)
-        widths.append(_widths(ModelShape.of(fields)))
+        fields = _fields(config, family, BASE | changes, free, dense)
+        widths.append(_widths(ModelShape.of(fields), dense))
         found.append([_kept_bytes(fields, dtype) for dtype in (torch.float32, torch.bfloat16)])
     table = {name: torch.tensor([each[name] for each in widths]).double() for name in widths[0]}
     bytes_ = torch.tensor(found).double()
     # Where heads fill the hidden states, attention keeps queries, keys, values and its output; the rest is of `hidden`.
-    given = {} if free else {"queries": (0, 2), "keys": (0, 2), "heads": (1, 0), "key_heads": (0, 0), "head": (0, 0)}
+    given = (
+        {}
+        if free or family.latent
+        else {"queries": (0, 2), "keys": (0, 2), "heads": (1, 0), "key_heads": (0, 0), "head": (0, 0)}
+    )
     for name, (single, own) in given.items():
         bytes_ -= table[name][:, None] * torch.tensor([4 * (single + own), 4 * single + 2 * own])
     rest = {name: column for name, column in table.items() if name not in given}
@@ -81,14 +98,22 @@ def measured(config: Any, family: ModelFamily) -> ModelFamily:
     if float(off.max()) > NEAR:
         raise ModelError(f"the memory of a layer does not grow with its widths (off by {float(off.max()):.0%})")
     kept = given | {name: (int(a), int(b)) for name, a, b in zip(rest, single, own, strict=True)}
-    return replace(family, kept={name: kept[name] for name in KEPT if any(kept.get(name, ()))})
+    return {name: kept[name] for name in (*KEPT, *sorted(family.sums)) if any(kept.get(name, ()))}
 
 
-def _fields(config: Any, family: ModelFamily, sizes: dict[str, int], free: bool) -> dict[str, Any]:
-    """The fields of a small config.json. `inner` stands for the inner width by any name."""
+def _fields(config: Any, family: ModelFamily, sizes: dict[str, int], free: bool, dense: bool = False) -> dict[str, Any]:
+    """The fields of a small config.json. `inner` stands for the inner width by any name. With `dense` no layer has
+    experts if some may have none."""
     inner = dict.fromkeys(INNER, sizes["inner"])
-    small = resized(config, 3, **sizes, **inner, word_embed_proj_dim=sizes["hidden_size"], pad_token_id=0)
-    return {**small.to_dict(), "model_type": family.name} | ({"head_dim": sizes["head_dim"]} if free else {})
+    if family.latent:
+        sizes = LATENT | sizes | {"num_key_value_heads": sizes["num_attention_heads"]}
+    some = {} if family.experts is None else dict.fromkeys(family.experts.count, sizes["experts"])
+    some |= {} if family.experts is None else {family.experts.chosen: sizes["chosen"], "n_group": 1, "topk_group": 1}
+    small = resized(config, 3, **sizes, **inner, **some, word_embed_proj_dim=sizes["hidden_size"], pad_token_id=0)
+    found = {**small.to_dict(), "model_type": family.name} | ({"head_dim": sizes["head_dim"]} if free else {})
+    first = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+    pattern = dict.fromkeys(first, 3 * dense) | {"mlp_layer_types": ["dense" if dense else "sparse"] * 3}
+    return found | {name: value for name, value in pattern.items() if name in found}
 
 
 def _heads_are_free(config: Any, family: ModelFamily) -> bool:
@@ -98,14 +123,17 @@ def _heads_are_free(config: Any, family: ModelFamily) -> bool:
     return sum(p.numel() for p in whole.parameters()) == ModelShape.of(fields).parameters()
 
 
-def _widths(shape: ModelShape) -> dict[str, float]:
+def _widths(shape: ModelShape, dense: bool) -> dict[str, float]:
     """The widths of `KEPT`, and that of a head, with which cosines and sines grow."""
-    found = {"token": 1, "hidden": shape.hidden, "queries": shape.queries, "keys": shape.keys, "head": shape.head_dim}
-    found |= {"heads": shape.heads, "key_heads": shape.kv_heads}
+    found = {"token": 1, "hidden": shape.hidden, "heads": shape.heads, **dict(shape.sums)}
+    if not shape.sums:
+        found |= {"queries": shape.queries, "keys": shape.keys, "head": shape.head_dim, "key_heads": shape.kv_heads}
+    if dense:
+        return found | {"dense": shape.dense_intermediate}
     if not shape.experts:
         return found | {"inner": shape.intermediate}
     chosen = shape.chosen
-    found |= {"experts": shape.experts, "chosen": chosen}
+    found |= {"experts": shape.experts, "chosen": chosen} | ({"shared": shape.shared} if shape.shared else {})
     return found | {"chosen_hidden": chosen * shape.hidden, "chosen_inner": chosen * shape.intermediate}
 
 
@@ -113,9 +141,16 @@ def _kept_bytes(fields: dict[str, Any], dtype: torch.dtype) -> float:
     """The bytes that autograd keeps of one layer for one token."""
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(fields))
-        ref = ModelRef(head="lm", path=folder)
-        times = measure_model(ref, [4], 32, torch.device("cpu"), dtype, repeats=1)
-    return times.layer_times[0].activation_bytes / 128
+        stage = PipelineStage(load_config(ModelRef(head="lm", path=folder)), "lm", 1, 3)
+    stage.cast(dtype)
+    stage.to_empty(device="cpu")
+    for parameter in stage.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    stage.place_buffers("cpu")
+    hidden = torch.randn(1, 128, stage.hidden_size, dtype=dtype, requires_grad=True)
+    with SavedBytes(stage.parameters()) as meter:
+        stage.train()(hidden, (32,) * 4)
+    return meter.bytes / 128
 
 
 def row(family: ModelFamily) -> dict[str, Any]:
@@ -124,7 +159,7 @@ def row(family: ModelFamily) -> dict[str, Any]:
     found = {
         f.name: getattr(family, f.name) for f in fields(family) if getattr(family, f.name) != getattr(plain, f.name)
     }
-    found["linears"] = [list(asdict(part).values()) for part in family.linears]
+    found["linears"] = [[*asdict(part).values()][: None if part.layers != "all" else -1] for part in family.linears]
     if family.experts is not None:
         usual = asdict(Experts())
         found["experts"] = {name: value for name, value in asdict(family.experts).items() if value != usual[name]}

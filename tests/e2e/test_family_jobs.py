@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from dovetail.manifest.checks.validation import check
+from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models import build_stage
 from dovetail.protocol.messages import ModelRef
 from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, tiny_job
@@ -34,6 +35,16 @@ LEARNT = {
     "max_position_embeddings": 128,
 }
 PLAIN = {**LEARNT, "initializer_range": 0.1}
+SHARED = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
 # By family: pipeline stages of the trainers, and sizes of the model. Qwen3 is in test_tied_job.py.
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     # Experts and sinks, whole on one stage.
@@ -54,6 +65,9 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    # An MLP in the first layer, shared experts, and routers with a bias that only chooses; then latent keys and values.
+    "glm4_moe": (2, {**SIZES, **SHARED, "attention_bias": True}),
+    "deepseek_v3": (2, {**SIZES, **SHARED, **LATENT}),
     # The tied ones have their embedding on both stages.
     "mistral": (1, SIZES),
     "qwen2": (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2, "tie_word_embeddings": True}),
@@ -98,7 +112,7 @@ def score(prompts, responses, **fields):
 def test_a_job_learns_and_samples_alike(family: str, tmp_path: Path) -> None:
     """Responses are longer than the window. Trainers use the experts that the rollouts chose."""
     pp, config = KINDS[family]
-    experts, rounded = "num_experts_per_tok" in config, family in ROUNDED
+    experts, rounded = MODEL_FAMILIES[family].softmax_routers, family in ROUNDED
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "variety.py").write_text(VARIETY)
     job = tiny_job(

@@ -5,13 +5,15 @@ The differences between families are in `dovetail.manifest.model_families`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from dovetail.manifest.hashing import hashed_once
-from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.model_families import MODEL_FAMILIES, ModelFamily
+from dovetail.manifest.model_families.family import Width, width_of
 from dovetail.manifest.model_families.support import problem
 
 # A model computes at each position logits of the vocabulary, one value, or both.
@@ -25,13 +27,14 @@ class ShapeError(ValueError):
 @dataclass(frozen=True)
 class Linear:
     """A linear layer of a block. `split`: the side that tensor-parallel ranks share, "out" (columns) or "in" (rows).
-    None: they cannot share it."""
+    None: they cannot share it. `share`: the share of the layers that have it."""
 
     name: str
     inputs: int
     outputs: int
     bias: bool
     split: Literal["out", "in"] | None
+    share: float = 1
 
     def parameters(self, tp: int) -> int:
         """The parameters on one of `tp` tensor-parallel ranks."""
@@ -46,8 +49,10 @@ class ModelShape:
     `embedding`: the width of the token embedding if it is not `hidden` (some OPT models), else 0. `positions`: the rows
     of a learnt position table. `biases`: the fields of config.json that ask for biases. `windowed`: how many layers
     attend only to the last `window` tokens. `experts`: the experts of a layer. With 0 it has an MLP. `chosen`: the
-    experts that a token gets. `intermediate`: the inner width of the MLP or of one expert. `use_qk_norm`: a field of
-    Cohere's."""
+    experts that a token gets. `intermediate`: the inner width of the MLP or of one expert. `shared`: that of the
+    experts that each token gets. `dense`: how many layers have an MLP of the width `dense_intermediate` beside layers
+    with experts. What is said of one block is then the mean of all. `sums`: the widths that are sums of fields.
+    `use_qk_norm`: a field of Cohere's."""
 
     family: str
     layers: int
@@ -66,6 +71,10 @@ class ModelShape:
     window: int = 0
     experts: int = 0
     chosen: int = 0
+    shared: int = 0
+    dense: int = 0
+    dense_intermediate: int = 0
+    sums: tuple[tuple[Width, int], ...] = ()
     use_qk_norm: bool = False
 
     @classmethod
@@ -74,6 +83,7 @@ class ModelShape:
         if (why := problem(config)) is not None:
             raise ShapeError(why)
         family = MODEL_FAMILIES[config["model_type"]]
+        told = {**family.defaults, **config}
         hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
         ends = config.get("do_layer_norm_before", True) and not config.get("_remove_final_layer_norm", False)
         narrow = family.embedding_field
@@ -88,7 +98,7 @@ class ModelShape:
             intermediate=_whole(config, family.inner_field),
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads) if family.grouped else heads,
-            head_dim=int(config.get("head_dim") or family.head_dim or hidden // heads),
+            head_dim=_head(told, family, hidden // heads),
             vocabulary=_whole(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", family.tied)),
             biases=tuple(name for name, there in asked.items() if there),
@@ -99,6 +109,10 @@ class ModelShape:
             window=int(config.get("sliding_window") or family.defaults.get("sliding_window") or 0),
             experts=0 if count is None else _whole(config, count),
             chosen=0 if experts is None else _whole(config, experts.chosen),
+            shared=math.prod(int(told.get(n) or 0) for n in experts.shared) if experts and experts.shared else 0,
+            dense=len(family.dense_layers(config)),
+            dense_intermediate=0 if experts is None or experts.dense is None else _whole(told, experts.dense),
+            sums=_sums(told, family),
             use_qk_norm=bool(config.get("use_qk_norm")),
         )
 
@@ -112,14 +126,22 @@ class ModelShape:
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:
-        """The linear layers of one block, without experts."""
+        """The linear layers of one block, without experts. Beside experts of all tokens it may have those of an MLP,
+        each in a share of the blocks."""
         widths = {"hidden": self.hidden, "queries": self.queries, "keys": self.keys, "inner": self.intermediate}
-        widths |= {"attention": self.queries + 2 * self.keys, "gates": 2 * self.intermediate}
+        widths |= {"attention": self.queries + 2 * self.keys, "gates": 2 * self.intermediate, "heads": self.heads}
+        widths |= {"dense": self.dense_intermediate, "shared": self.shared, "one": 1, **dict(self.sums)}
+        shares = {"all": 1, "dense": self.dense / self.layers, "sparse": self.sparse}
         biases = {"always", *self.biases}
         return tuple(
-            Linear(part.name, widths[part.inputs], widths[part.outputs], part.bias in biases, part.split)
-            for part in MODEL_FAMILIES[self.family].linears
+            Linear(p.name, widths[p.inputs], widths[p.outputs], p.bias in biases, p.split, shares[p.layers])
+            for p in MODEL_FAMILIES[self.family].linears
         )
+
+    @property
+    def sparse(self) -> float:
+        """The share of the blocks that have experts, if any have."""
+        return 1 - self.dense / self.layers
 
     def split_problem(self, tp: int, model: str = "model") -> str | None:
         """Why `tp` tensor-parallel ranks cannot train a block of `model` together, and what to do, as the second half
@@ -140,10 +162,11 @@ class ModelShape:
         """The parameters of a block on one of `tp` tensor-parallel ranks: a part of the linear layers, and all
         norms."""
         family = MODEL_FAMILIES[self.family]
-        linear = sum(each.parameters(tp) for each in self.linears)
-        widths = {"head": self.head_dim, "queries": self.queries, "keys": self.keys}
+        linear = sum(each.share * each.parameters(tp) for each in self.linears)
+        widths = {"head": self.head_dim, "hidden": self.hidden, "queries": self.queries, "keys": self.keys}
+        widths |= dict(self.sums)
         norms = family.norms * family.norm_vectors * self.hidden + sum(widths[w] for w in family.head_norms.values())
-        return linear + norms + self.heads * family.sinks + _expert_parameters(self)
+        return math.ceil(linear + norms + self.heads * family.sinks + _expert_parameters(self))
 
     def embedding_parameters(self, tp: int = 1) -> int:
         """The parameters before the first block, on one of `tp` tensor-parallel ranks."""
@@ -188,13 +211,22 @@ class ModelShape:
             "chosen": self.chosen,
             "chosen_hidden": self.chosen * self.hidden,
             "chosen_inner": self.chosen * self.intermediate,
+            "dense": self.dense_intermediate,
+            "shared": self.shared,
+            **dict(self.sums),
         }
-        kept = MODEL_FAMILIES[self.family].kept
-        return sum(widths[name] * (4 * single + itemsize * own) for name, (single, own) in kept.items())
+        family, beside = MODEL_FAMILIES[self.family], self.dense / self.layers
+        held = [
+            sum(widths[name] * (4 * single + itemsize * own) for name, (single, own) in kept.items())
+            for kept in (family.kept, family.kept_dense)
+        ]
+        return held[0] if not beside else (1 - beside) * held[0] + beside * held[1]
 
     def kv_bytes(self, itemsize: int, tp: int = 1) -> float:
         """The bytes of the KV cache of one token in all blocks, on one of `tp` ranks. A key head is never split. Blocks
         with a window count like others, because it is not known beforehand how much vLLM frees behind the window."""
+        if (latent := dict(self.sums).get("kv_lora_rank+qk_rope_head_dim")) is not None:
+            return float(self.layers * latent * itemsize)
         return 2 * self.layers * max(1.0, self.kv_heads / tp) * self.head_dim * itemsize
 
     # ------------------------------------------------------------ arithmetic
@@ -203,7 +235,8 @@ class ModelShape:
     def _matrices(self) -> int:
         """The weights of one block's matrices that one token is multiplied with."""
         routing = self.experts * self.hidden + self.chosen * 3 * self.hidden * self.intermediate
-        return sum(each.inputs * each.outputs for each in self.linears) + routing
+        linear = sum(each.share * each.inputs * each.outputs for each in self.linears)
+        return round(linear + self.sparse * routing)
 
     def forward_flops(self, tokens: float, context: float, head: Head = "lm") -> float:
         """The FLOPs of a forward pass over `tokens` positions, which attend to `context` tokens on average.
@@ -216,13 +249,26 @@ class ModelShape:
         return tokens * (self.layers * (2 * self._matrices + 4 * self.queries * context) + 2 * output)
 
 
-def _expert_parameters(shape: ModelShape) -> int:
-    """The parameters of all experts of one block and of their router."""
+def _sums(config: Mapping[str, Any], family: ModelFamily) -> tuple[tuple[Width, int], ...]:
+    for name in sorted({n for width in family.sums for product in width.split("+") for n in product.split("*")}):
+        _whole(config, name)
+    return tuple((width, width_of(width, config)) for width in sorted(family.sums))
+
+
+def _head(config: Mapping[str, Any], family: ModelFamily, usual: int) -> int:
+    """The width of a head. With latent keys it is the mean of a key's and a value's, on which the FLOPs depend."""
+    if family.latent:
+        return width_of("qk_nope_head_dim+qk_rope_head_dim+v_head_dim", config) // 2
+    return int(config.get("head_dim") or family.head_dim or usual)
+
+
+def _expert_parameters(shape: ModelShape) -> float:
+    """The parameters of all experts of one block and of their router, as the mean of all blocks."""
     experts = MODEL_FAMILIES[shape.family].experts
     if experts is None:
         return 0
     one = 3 * shape.hidden * shape.intermediate + experts.bias * (2 * shape.intermediate + shape.hidden)
-    return shape.experts * (one + shape.hidden + experts.bias)
+    return shape.sparse * shape.experts * (one + shape.hidden + experts.bias)
 
 
 def _whole(config: Mapping[str, Any], name: str) -> int:

@@ -26,7 +26,7 @@ def build_stage(
 
     It reads only the stage's own tensors. Raises `ModelError` if anything is wrong with the folder."""
     stage = PipelineStage(load_config(ref), ref.head, pp_rank, pp_size)
-    stage.to(dtype)
+    stage.cast(dtype)
     stage.to_empty(device=device)
     fill(stage, open_source(ref, stage), {name: name for name, _ in stage.named_parameters()})
     stage.place_buffers(device)

@@ -50,11 +50,11 @@ def is_tied(config: Any) -> bool:
 
 
 def balance_coefficient(config: Any, asked: float | None) -> float:
-    """The factor of the load-balancing loss. It is 0 for models without experts.
+    """The factor of the load-balancing loss. It is 0 for models without experts whose weights are a softmax.
 
     `asked` is the manifest's value. If it is None, the model's configuration decides. With `output_router_logits` the
     factor is its `router_aux_loss_coef`. Otherwise it is 0."""
-    if MODEL_FAMILIES[config.model_type].experts is None:
+    if not MODEL_FAMILIES[config.model_type].softmax_routers:
         return 0.0
     if asked is not None:
         return asked

@@ -6,14 +6,16 @@ read them without torch."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from dovetail.manifest.model_families import MODEL_FAMILIES, Experts, LinearPart, ModelFamily
-from dovetail.manifest.model_families.family import EXPERT_MATRICES, Width
+from dovetail.manifest.model_families.family import EXPERT_MATRICES, Layers, Width, saved_as, width_of
 from dovetail.models.config import ModelError
 from dovetail.protocol.errors import last_line
 
@@ -31,9 +33,30 @@ _SIZES = {
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    **dict.fromkeys(("n_routed_experts", "moe_num_experts"), 4),
+    "shared_expert_intermediate_size": 72,
+    "q_lora_rank": 36,
+    "kv_lora_rank": 44,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 14,
     "max_position_embeddings": 128,
     "pad_token_id": 0,
     "sliding_window": 8,
+}
+# The fields with the number of experts that every token gets.
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+# The fields that say which layers have experts (`ModelFamily.dense_layers`).
+_PATTERN = (
+    *("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
+    *("decoder_sparse_step", "moe_layer_interval"),
+)
+_COUNTS = {
+    "count": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "chosen": ("num_experts_per_tok", "moe_k"),
 }
 _INNER = ("intermediate_size", "ffn_dim", "moe_intermediate_size")
 _LAYERS = 12
@@ -46,7 +69,7 @@ _ONLY_KNOWN: dict[str, dict[str, Any]] = {
     },
     # These experts are not saved one by one, and their weights are a softmax over the chosen ones.
     "gpt_oss": {
-        "experts": Experts(inner="intermediate_size", router="router", over_chosen=True, bias=True, matrices={})
+        "experts": Experts(inner="intermediate_size", router="mlp.router", over_chosen=True, bias=True, matrices={})
     },
 }
 
@@ -58,6 +81,8 @@ def resized(config: Any, layers: int, **sizes: Any) -> Any:
     if "num_hidden_layers" not in known:
         raise ModelError("its config.json has no num_hidden_layers, from which Dovetail takes the number of layers")
     fields = {**known, **{name: value for name, value in sizes.items() if name in known}, "num_hidden_layers": layers}
+    if known.get("head_dim") and known["head_dim"] == known.get("qk_rope_head_dim"):  # the part with rotary positions
+        fields["head_dim"] = fields["qk_rope_head_dim"]
     before = known["num_hidden_layers"]
     for name, value in known.items():  # one entry for each layer
         if isinstance(value, list) and len(value) == before and "layer" in name:
@@ -87,7 +112,7 @@ def derive_family(config: Any) -> ModelFamily:
     kind = config.model_type
     plain = type(config)()  # what the class itself says of fields that a configuration leaves out
     known = plain.to_dict()
-    small = resized(plain, _LAYERS, **_SIZES)
+    small = resized(plain, _LAYERS, **_SIZES, **{name: 3 for name in _SHARED if known.get(name)})
     whole = whole_model(small)
     path, body = _body(whole, kind)
     parts = {name: part for name, part in body.named_children() if name != "layers"}
@@ -96,38 +121,49 @@ def derive_family(config: Any) -> ModelFamily:
         raise ModelError(f"{kind} models have no plain token embedding beside their layers")
     norms = tuple(name for name, part in parts.items() if _is_norm(part))
     entry, ends = _ends({n: part for n, part in parts.items() if n not in (embedding, *norms)}, kind)
-    layer = body.layers[0]
+    layer, plain_layer = _kinds(body.layers, kind)
     head_name, head = next((n, m) for n, m in whole.named_modules() if m is whole.get_output_embeddings())
     if head.bias is not None:
         raise ModelError(f"the vocabulary projection of {kind} models has a bias, which stages do not compute")
-    if any(_parts(other) != _parts(layer) for other in body.layers):
-        raise ModelError(f"the layers of {kind} models have different parts, which Dovetail does not know yet")
-    if odd := [n for n, _ in layer.named_buffers()]:
+    saved = {n for each in body.layers for n in each.state_dict()}
+    # Scratch models get zeros for biases; what else a buffer holds is known to transformers alone.
+    buffers = {n for each in body.layers for n, _ in each.named_buffers()}
+    if odd := sorted(n for n in buffers if n not in saved or not n.endswith("bias")):
         raise ModelError(f"the layers of {kind} models hold {odd[0]} beside their weights, which stages do not restore")
     experts = _experts(layer, small, kind)
-    linears, inner = _linears(plain, layer, small)
+    linears, inner, experts = _linears(plain, layer, plain_layer, small, experts)
+    renamed = _renamed(kind)
+    constants = {n for n, p in layer.named_parameters() if not p.requires_grad} | {n for n, _ in layer.named_buffers()}
     kept_as_is = [n for n in ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window") if n in known]
     doubled = type(config)(num_attention_heads=2 * plain.num_attention_heads)
     fixed = {n: known[n] for n in kept_as_is if known[n] is not None and getattr(doubled, n) == known[n]}
     sizes = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", inner]
-    sizes += [] if experts is None else [experts.chosen, next(n for n in experts.count if n in known)]
+    if experts is not None:
+        sizes += [experts.chosen, next(n for n in experts.count if n in known)]
+        sizes += [n for n in (experts.dense, *experts.shared, *(_PATTERN if experts.dense else ())) if n in known]
     windows = _windows(small, body.layers)
     learnt = not hasattr(body, "rotary_emb")
     sizes += ["max_position_embeddings"] * learnt + [n for n in ("num_key_value_heads",) if n in fixed]
     sizes += ["sliding_window"] * (windows != "never" and known.get("sliding_window") is not None)
+    sizes += [
+        n for n in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim") if n in known
+    ]
     sizes += sorted({p.bias for p in linears if known.get(p.bias) is True})
     classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind, "")
     classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind].removesuffix("ForCausalLM")
     other = classifier.removesuffix("ForSequenceClassification")
     norm: Any = parts[norms[0]]
     heads = {n.rpartition(".")[2]: m for n, m in layer.named_modules() if _is_norm(m) and "." in n}
-    widths: dict[int, Width] = {small.hidden_size: "hidden", **_head_widths(small)}
+    widths: dict[int, Width] = {small.hidden_size: "hidden", **_head_widths(small), **_sums(small)}
     facts: dict[str, Any] = {"saved_head": head_name, **_ONLY_KNOWN.get(kind, {}), "experts": experts}
+    defaults = {name: known[name] for name in sizes}
+    if plain_layer is not None and not set(_PATTERN) & set(known):  # their mlp_layer_types say it
+        defaults["first_k_dense_replace"] = plain.mlp_layer_types.count("dense")
     return ModelFamily(
         name=kind,
         classes=classes,
         classifier_classes=other if other not in ("", classes) else None,
-        defaults={name: known[name] for name in sizes},
+        defaults=defaults,
         linears=linears,
         inner_field=inner,
         embedding_field="word_embed_proj_dim" if "word_embed_proj_dim" in known else None,
@@ -141,6 +177,8 @@ def derive_family(config: Any) -> ModelFamily:
         norm_vectors=len(list(norm.parameters())),
         head_norms={n: widths[m.weight.numel()] for n, m in heads.items() if list(m.parameters())},
         learnt_positions=learnt,
+        renamed=renamed,
+        constants=tuple(sorted({saved_as(renamed, n).rpartition(".")[2] for n in constants})),
         norms=sum(_is_norm(m) for _, m in layer.named_children()),
         norm_offset=_adds_one(norm),
         windows=windows,
@@ -161,8 +199,27 @@ def _body(whole: nn.Module, kind: str) -> tuple[str, Any]:
     raise ModelError(f"{kind} models do not keep their layers in a list that is called layers")
 
 
-def _parts(layer: nn.Module) -> list[tuple[str, type[nn.Module]]]:
-    return [(name, type(part)) for name, part in layer.named_modules()]
+def _kinds(layers: Any, kind: str) -> tuple[Any, Any]:
+    """A layer of each kind: one with experts and one with an MLP beside such layers. If all are alike, it is one of
+    them and None."""
+    sparse = [layer for layer in layers if any(hasattr(part, "has_gate") for part in layer.modules())]
+    dense = [layer for layer in layers if layer not in sparse]
+
+    def parts(layer: nn.Module) -> list[tuple[str, Any]]:
+        found = [(name, type(part)) for name, part in layer.named_modules()]
+        return found + [(name, tensor.shape) for name, tensor in layer.state_dict().items()]
+
+    if any(parts(layer) != parts(group[0]) for group in (sparse, dense) for layer in group):
+        raise ModelError(f"the layers of {kind} models have different parts, which Dovetail does not know yet")
+    return (sparse[0], dense[0] if dense else None) if sparse else (dense[0], None)
+
+
+def _renamed(kind: str) -> dict[str, str]:
+    """`ModelFamily.renamed`."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    changes = [c for c in get_checkpoint_conversion_mapping(kind) or () if type(c).__name__ == "WeightRenaming"]
+    return {c.target_patterns[0].replace("\\", ""): c.source_patterns[0].replace("\\", "") for c in changes}
 
 
 def _is_norm(module: nn.Module | None) -> bool:
@@ -180,8 +237,6 @@ def _ends(parts: Mapping[str, nn.Module], kind: str) -> tuple[tuple[str, ...], t
 
 def _adds_one(norm: Any) -> bool:
     """Whether a norm adds 1 to its weight: whether it gives anything with a weight of 0."""
-    import copy
-
     real = copy.deepcopy(norm).to_empty(device="cpu")
     with torch.no_grad():
         for parameter in real.parameters():
@@ -197,22 +252,53 @@ def _experts(layer: nn.Module, config: Any, kind: str) -> Experts | None:
         return None
     if (known := _ONLY_KNOWN.get(kind, {}).get("experts")) is not None:
         return known  # type: ignore[no-any-return]
-    saved, matrices = "mlp", {}
+    matrices = {}
     for change in get_checkpoint_conversion_mapping(kind) or ():
         sources, target = change.source_patterns, change.target_patterns[0]
-        if target == ".mlp.":
-            saved = sources[0].strip(".")
-        else:
+        if any("experts.*." in each for each in sources):
             matrices[target.rpartition("experts.")[2]] = tuple(each.rpartition("experts.*.")[2] for each in sources)
     lengths = {name: len(parts) for name, parts in EXPERT_MATRICES.items()}
-    parts = {name for name, _ in layer.get_submodule("mlp").named_children()} if hasattr(layer, "mlp") else set()
+    block = found[0][0].rpartition(".")[0]
+    parts = {name for name, _ in layer.get_submodule(block).named_children()}
     alike = {name: len(each) for name, each in matrices.items()} == lengths and all(map(all, matrices.values()))
-    if [name for name, _ in found] != ["mlp.experts"] or parts != {"experts", "gate"} or not alike:
+    router = next((name for name in ("gate", "router") if name in parts), None)
+    beside = [n for n, m in layer.get_submodule(block).named_children() if not (n.startswith("shared_") or _is_norm(m))]
+    names = {n: tuple(each for each in _COUNTS[n] if each in config.to_dict()) for n in _COUNTS}
+    # Files may hold all experts of a layer together, as transformers does.
+    alike |= not matrices and set(dict(found[0][1].named_parameters())) == set(lengths)
+    if len(found) > 1 or set(beside) != {"experts", router} or not alike or not all(names.values()):
         raise ModelError(f"experts of {kind} models are not those of Qwen3, whose names and routers Dovetail knows")
-    inner = "moe_intermediate_size" if "moe_intermediate_size" in config.to_dict() else "intermediate_size"
+    known = config.to_dict()
+    inner = "moe_intermediate_size" if "moe_intermediate_size" in known else "intermediate_size"
+    part = layer.get_submodule(f"{block}.{router}")
     # Routers that have no choice of it make the weights of the chosen experts add up to 1.
-    over_chosen = not hasattr(layer.get_submodule("mlp.gate"), "norm_topk_prob")
-    return Experts(inner=inner, over_chosen=over_chosen, matrices=matrices, saved=saved)
+    over_chosen, softmax = not hasattr(part, "norm_topk_prob"), _is_softmax(part, config)
+    usual = Experts()
+    count = usual.count if set(names["count"]) & set(usual.count) else names["count"]
+    return Experts(
+        *(count, names["chosen"][0], inner),
+        router=f"{block}.{router}",
+        over_chosen=over_chosen and softmax,
+        softmax=softmax,
+        matrices=matrices,
+    )
+
+
+def _is_softmax(router: nn.Module, config: Any) -> bool:
+    """Whether a router, which gives (logits, weights, chosen experts), weighs the experts by a softmax."""
+    real: Any = copy.deepcopy(router).to_empty(device="cpu")
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in (*real.parameters(), *real.buffers()):
+            tensor.normal_(generator=draw)
+        try:
+            logits, weights, chosen = real(torch.randn(7, config.hidden_size, generator=draw))
+            found = logits.float().softmax(-1).gather(1, chosen)
+        except Exception:  # of routers that take or give something else
+            return False
+    norm = getattr(real, "norm_topk_prob", True)
+    found = found / found.sum(-1, keepdim=True) if norm else found
+    return bool(torch.allclose(weights, found, atol=1e-5))
 
 
 def _head_widths(config: Any) -> dict[int, Width]:
@@ -222,22 +308,41 @@ def _head_widths(config: Any) -> dict[int, Width]:
     return {size: "head", keys * size: "keys", queries * size: "queries"}
 
 
-def _linears(plain: Any, layer: nn.Module, config: Any) -> tuple[tuple[LinearPart, ...], str]:
-    """The linear layers of a decoder layer, in the order of use, and the field of the MLP's inner width."""
-    found = [(n, m) for n, m in layer.named_modules() if isinstance(m, nn.Linear)]
-    biases = dict(_biases(plain, layer))
+def _linears(
+    plain: Any, layer: nn.Module, dense: nn.Module | None, config: Any, experts: Experts | None
+) -> tuple[tuple[LinearPart, ...], str, Experts | None]:
+    """The linear layers of a decoder layer, in the order of use, the field of the MLP's inner width, and the experts
+    with the widths of the MLPs beside them. `dense`: a layer with an MLP in place of experts."""
+    found: list[tuple[str, nn.Linear, Layers]] = []
+    for each, layers in ((layer, "sparse"), (dense or nn.Module(), "dense")):
+        for name, module in each.named_modules():
+            beside = experts is not None and name.startswith(experts.router.rpartition(".")[0] + ".")
+            router = experts is not None and f"{name}.".startswith(f"{experts.router}.")
+            if isinstance(module, nn.Linear) and not router and (beside or each is layer):
+                found.append((name, module, layers if beside else "all"))  # type: ignore[arg-type]
+    biases = dict(_biases(plain))
     plan = getattr(config, "base_model_tp_plan", None) or {}
     fields = {getattr(config, n): n for n in _INNER if hasattr(config, n)}
     heads = {name: value for value, name in _head_widths(config).items()}
     queries, keys = heads["queries"], heads.get("keys", heads["queries"])
-    inner = next((n for n in ("moe_intermediate_size",) if hasattr(config, n)), "")
+    inner = "" if experts is None else experts.inner
+    shared, sums = _shared(config) if experts is not None else {}, _sums(config)
     placed = []
-    for name, module in found:
+    for name, module, layers in found:
         leaf, (outputs, inputs) = name.rpartition(".")[2], module.weight.shape
         hidden = config.hidden_size
-        if inputs in fields or outputs in fields or any(outputs == 2 * size for size in fields):
+        wide: tuple[Width, Width]
+        others: dict[str, Mapping[int, Any]] = {"dense": fields, "sparse": shared, "all": {}}
+        other = others[layers]
+        if experts is not None and (inputs in other or outputs in other):
+            kind = "dense" if layers == "dense" else "shared"
+            experts = replace(experts, **{kind: other.get(outputs) or other[inputs]})
+            wide, place = (("hidden", kind), 4) if inputs == hidden else ((kind, "hidden"), 5)
+        elif layers == "sparse" and (inputs, outputs) == (hidden, 1):
+            wide, place = ("hidden", "one"), 5
+        elif inputs in fields or outputs in fields or any(outputs == 2 * size for size in fields):
             inner = next(fields[n] for n in (inputs, outputs, outputs // 2) if n in fields)
-            wide: tuple[Width, Width] = ("inner", "hidden")
+            wide = ("inner", "hidden")
             if inputs == hidden:
                 wide = ("hidden", "inner" if outputs in fields else "gates")
             place = 4 + (inputs != hidden)
@@ -247,24 +352,47 @@ def _linears(plain: Any, layer: nn.Module, config: Any) -> tuple[tuple[LinearPar
             wide, place = ("hidden", "queries" if leaf[0] == "q" else "keys"), "qkv".index(leaf[0])
         elif inputs == queries and outputs == hidden:
             wide, place = ("queries", "hidden"), 3
+        elif {inputs, outputs} - {hidden} <= set(sums):  # latent attention
+            wide, place = (sums.get(inputs, "hidden"), sums.get(outputs, "hidden")), 3 * (outputs == hidden)
+        elif inputs == hidden and outputs in (queries, config.num_attention_heads):  # gates of attention
+            wide, place = ("hidden", "queries" if outputs == queries else "heads"), 2
         else:
             raise ModelError(f"the linear layer {name} ({inputs} to {outputs}) has a shape that Dovetail does not know")
         style = plan.get(f"layers.*.{name}", "none" if plan else "colwise" if place in (0, 1, 2, 4) else "rowwise")
         split = {"colwise": "out", "rowwise": "in"}.get(style) if wide[1] not in ("attention", "gates") else None
-        placed.append((place, LinearPart(leaf, *wide, split, biases[name])))  # type: ignore[arg-type]
+        placed.append((place, LinearPart(leaf, *wide, split, biases[name], layers)))  # type: ignore[arg-type]
     parts = tuple(part for _, part in sorted(placed, key=lambda each: each[0]))
-    return parts, inner or next(iter(fields.values()))
+    return parts, inner or next(iter(fields.values())), experts
 
 
-def _biases(plain: Any, layer: nn.Module) -> Iterator[tuple[str, str]]:
+def _sums(config: Any) -> dict[int, Width]:
+    """The widths of attention with latent keys, by their size."""
+    names = ("q_lora_rank", "kv_lora_rank", "kv_lora_rank+qk_rope_head_dim", "num_attention_heads*v_head_dim")
+    both = [f"num_attention_heads*qk_nope_head_dim+num_attention_heads*{n}" for n in ("qk_rope_head_dim", "v_head_dim")]
+    known = config.to_dict()
+    return {width_of(name, known): name for name in (*names, *both)} if "kv_lora_rank" in known else {}
+
+
+def _shared(config: Any) -> dict[int, tuple[str, ...]]:
+    """The fields whose product may be the width of the experts that every token gets, by this width."""
+    found: dict[int, tuple[str, ...]] = {}
+    if hasattr(config, "shared_expert_intermediate_size"):
+        found[config.shared_expert_intermediate_size] = ("shared_expert_intermediate_size",)
+    for count in _SHARED:
+        if config.to_dict().get(count) and hasattr(config, "moe_intermediate_size"):
+            found[getattr(config, count) * config.moe_intermediate_size] = ("moe_intermediate_size", count)
+    return found
+
+
+def _biases(plain: Any) -> Iterator[tuple[str, str]]:
     """For each linear layer the field that says whether it has a bias, or "always" or "never"."""
     fields = [n for n, v in plain.to_dict().items() if isinstance(v, bool) and "bias" in n]
     fields += ["use_bias"] if hasattr(plain, "use_bias") and "use_bias" not in fields else []
 
     def has(**changed: bool) -> dict[str, bool]:
-        whole = whole_model(resized(plain, 1, **{**_SIZES, **changed}))
-        one = _body(whole, plain.model_type)[1].layers[0]
-        return {n: m.bias is not None for n, m in one.named_modules() if isinstance(m, nn.Linear)}
+        whole = whole_model(resized(plain, _LAYERS, **{**_SIZES, **changed}))
+        layers = _body(whole, plain.model_type)[1].layers
+        return {n: m.bias is not None for one in layers for n, m in one.named_modules() if isinstance(m, nn.Linear)}
 
     now = has()
     other = {field: has(**{field: not getattr(plain, field)}) for field in fields}

@@ -46,8 +46,11 @@ class HuggingFaceWriter:
     def __init__(self, folder: Path, part: int = 0, shard_bytes: int = 2 * 1024**3) -> None:
         self.folder, self.part, self.shard_bytes = folder, part, shard_bytes
 
-    def write(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Any]:
-        """Write the tensors, cast to `dtype`, as safetensors shards. Returns the manifest: files, names and bytes."""
+    def write(
+        self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, constants: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """Write the tensors, cast to `dtype`, as safetensors shards. Those whose names end with one of `constants` stay
+        float32. Returns the manifest: files, names and bytes."""
         pending: dict[str, Tensor] = {}
         pending_bytes = total = 0
         files: list[dict[str, Any]] = []
@@ -62,7 +65,8 @@ class HuggingFaceWriter:
             pending.clear()
 
         for name, tensor in tensors:
-            value = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+            stored = torch.float32 if name.endswith(constants) else dtype
+            value = tensor.detach().to(device="cpu", dtype=stored).contiguous()
             size = value.numel() * value.element_size()
             if pending and pending_bytes + size > self.shard_bytes:
                 flush()

@@ -6,7 +6,7 @@ the pipeline split."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -91,9 +91,10 @@ class PipelineStage(nn.Module):
         if self.is_first:
             _take(source, body, (self.family.embedding, *self.family.entry))
         body.layers = nn.ModuleDict({str(i): source.layers[i] for i in self.layer_ids})
-        if self.family.experts is not None:
+        if self.family.experts is not None and self.family.softmax_routers:
             for layer in body.layers.values():
                 replays(layer, self.family.experts)
+        self.constants = frozenset(self._constants(body.layers))
         self.rotary_type = None if self.family.learnt_positions else type(source.rotary_emb)
         self.rotary: Any = None
         if self.is_last:
@@ -111,6 +112,23 @@ class PipelineStage(nn.Module):
             self.lm_head = nn.Linear(width, config.vocab_size, bias=False, device="meta")
         if self.is_last and value:
             setattr(self, VALUE_HEAD, nn.Linear(width, 1, bias=False, device="meta"))
+
+    def _constants(self, layers: nn.ModuleDict) -> Iterator[str]:
+        """Makes frozen parameters of the buffers that files hold, so that they are read, sent and exported as weights
+        are. Yields the names of all such parameters of the layers."""
+        for name, module in layers.named_modules():
+            for leaf in module.state_dict(keep_vars=True).keys() & dict(module.named_buffers(recurse=False)).keys():
+                buffer = module._buffers.pop(leaf)
+                module.register_parameter(leaf, nn.Parameter(buffer, requires_grad=False))
+            for leaf, parameter in module.named_parameters(recurse=False):
+                if not parameter.requires_grad:
+                    yield f"{self.family.body}.layers.{name}.{leaf}"
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Give all parameters this dtype, except those that no training changes. Routers add them to float32."""
+        for name, parameter in self.named_parameters():
+            if name not in self.constants:
+                parameter.data = parameter.data.to(dtype)
 
     @property
     def body(self) -> Any:
@@ -198,7 +216,8 @@ class PipelineStage(nn.Module):
             layout = packing.packed() if self.family.packs else packing.rows(self._together)
         hidden = self._embed(inputs, positions, longest) if self.begins(chunk) else inputs
         parts = layout.spread(hidden)
-        extras = [dict(layout.arguments) for _ in parts]
+        share = {"balance": balance / self.config.num_hidden_layers} if balance else {}
+        extras = [{**layout.arguments, **share} for _ in parts]
         rotations = [self._rotations(*each) for each in zip(parts, layout.positions, strict=True)]
         given = [None] * len(parts) if routing is None else layout.spread(routing.unsqueeze(0))
         for number in self.chunk_layers[chunk]:
@@ -208,8 +227,6 @@ class PipelineStage(nn.Module):
                     extra["position_embeddings"] = turned[self._kind(number)]
                 if chosen is not None:
                     extra["routing"] = chosen.flatten(0, 1)[:, number]
-                if balance:
-                    extra["balance"] = balance / self.config.num_hidden_layers
                 parts[at] = layer(parts[at], attention_mask=None, position_ids=layout.positions[at], **extra)
         hidden = layout.joined(parts)
         if not self.ends(chunk):

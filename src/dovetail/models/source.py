@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dovetail.manifest.model_families import ModelFamily
+from dovetail.manifest.model_families.family import saved_as
 from dovetail.models.config import ModelError
 from dovetail.models.model_stage import VALUE_HEAD, VALUE_HEAD_FILE, PipelineStage
 from dovetail.protocol.process.pulse import PROGRESS
@@ -157,8 +158,7 @@ def stacked(family: ModelFamily, name: str) -> tuple[str, tuple[str, ...]] | Non
 
 def saved_name(family: ModelFamily, name: str) -> str:
     """The name that a tensor or module has in files, if these hold it as a whole."""
-    if family.experts is not None:
-        name = name.replace(".mlp.", f".{family.experts.saved}.")
+    name = saved_as(family.renamed, name)
     return f"{family.saved_head}.{name.removeprefix('lm_head.')}" if name.startswith("lm_head.") else name
 
 

@@ -68,6 +68,7 @@ def generation_step_bytes(shape: ModelShape, tokens: int, itemsize: int, tp: int
     of at most 1,024 positions are in float32, and the sampler has them once more."""
     i, h = shape.intermediate, shape.hidden
     mlp = shape.chosen * (max(2 * i, h) + i) if shape.experts else 2 * i
+    mlp = max(mlp, 2 * shape.dense_intermediate, 2 * shape.shared)
     inner = max(shape.queries + 2 * shape.keys, mlp) / tp
     return tokens * (3 * shape.hidden + inner) * itemsize + 2 * 1024 * shape.vocabulary * 4.0
 
@@ -80,6 +81,7 @@ def scoring_step_bytes(
     and the state after, with and without the expert's weight."""
     i, h = shape.intermediate, shape.hidden
     mlp = shape.chosen * (3 * i + 3 * h) if shape.experts else 3 * i
+    mlp = max(mlp, 3 * shape.dense_intermediate, 3 * shape.shared)
     inner = max(shape.queries + 2 * shape.keys, mlp) / tp
     logits = (head == "lm") * min(tokens * shape.vocabulary * itemsize / tp, logit_bytes)
     return tokens * (3 * shape.hidden + inner) * itemsize + logits
@@ -157,12 +159,13 @@ class Training:
         if self.lora is None:
             return 0
         rank, wanted, tp = self.lora.rank, set(self.lora.target_modules), self.layout.tp
-        return sum(
-            rank * (linear.inputs // (tp if linear.split == "in" else 1))
-            + rank * (linear.outputs // (tp if linear.split == "out" else 1))
+        sizes = [
+            linear.share * rank * (linear.inputs // (tp if linear.split == "in" else 1))
+            + linear.share * rank * (linear.outputs // (tp if linear.split == "out" else 1))
             for linear in self.shape.linears
             if not wanted or linear.name in wanted
-        )
+        ]
+        return math.ceil(sum(sizes))
 
     @property
     def sharded(self) -> bool:
@@ -337,8 +340,9 @@ def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> d
             # The logits and their gradient exist for the micro-batch whose loss is computed.
             parts["logits"] = 2.0 * job.tokens * shape.vocabulary * b
         return parts
+    inner = max(shape.intermediate, shape.dense_intermediate, shape.shared)
     # Gradients of a layer and of its activations are in the compute dtype. Those of embedding and head stay to the end.
-    backward = b * (layer + outer) + job.tokens * b * (2 * shape.intermediate / tp + 2 * shape.hidden) + recomputed
+    backward = b * (layer + outer) + job.tokens * b * (2 * inner / tp + 2 * shape.hidden) + recomputed
     logits = 0.0
     if job.ends(stage) and job.head != "value":
         logits = logit_bytes(shape, job.tokens if job.outputs is None else job.outputs, b, tp)

@@ -19,5 +19,10 @@ def error_text(error: BaseException) -> str:
 def last_line(error: BaseException) -> str:
     """The last line of the error's message, or the name of its class. There, errors of other processes and of
     transformers' configurations say what is wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return last_said(str(error), type(error).__name__)
+
+
+def last_said(text: str, otherwise: str) -> str:
+    """The last line of a text, such as what a child wrote to stderr, or `otherwise` if it has none."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else otherwise

@@ -38,6 +38,14 @@ _SMALL = {
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
+    "moe_k": 2,
+    **dict.fromkeys(("n_routed_experts", "moe_num_experts"), 4),
+    "shared_expert_intermediate_size": 40,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
     "vocab_size": 96,
     "max_position_embeddings": 128,
     "sliding_window": 6,
@@ -98,7 +106,7 @@ def unbuilt(error: Exception) -> str:
 def _changed(table: ModelFamily, derived: ModelFamily, stated: Container[str]) -> set[str]:
     """The facts that the table does not have as they are derived. A default matters only if it is used."""
     found = dict(differences(table, derived))
-    for name in ("kept", "packs", "linears"):  # measured or proved
+    for name in ("kept", "kept_dense", "packs", "linears"):  # measured or proved
         found.pop(name, None)
     old, new = found.pop("defaults", ({}, {}))
     names = {name for name in {**old, **new} if old.get(name) != new.get(name)}
@@ -106,10 +114,12 @@ def _changed(table: ModelFamily, derived: ModelFamily, stated: Container[str]) -
     return {name for name in names if name not in stated}
 
 
-def small_copy(config: Any) -> Any:
+def small_copy(config: Any, family: ModelFamily) -> Any:
     """The configuration of the small copy. All kinds of layers are in it."""
-    kinds = getattr(config, "layer_types", None) or ["full_attention"]
-    most = min(config.num_hidden_layers, _MOST_LAYERS)
+    dense, count = family.dense_layers(config.to_dict()), config.num_hidden_layers
+    attention = getattr(config, "layer_types", None) or ["full_attention"] * count
+    kinds = [(kind, number in dense) for number, kind in enumerate(attention)]
+    most = min(count, _MOST_LAYERS)
     layers = next((n for n in range(min(4, most), most) if set(kinds[:n]) == set(kinds)), most)
     heads, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -118,6 +128,8 @@ def small_copy(config: Any) -> Any:
     sizes |= {"head_dim": 16, "hidden_size": 64 if size * heads == config.hidden_size else 48}
     if getattr(config, "sliding_window", None) is None:
         del sizes["sliding_window"]
+    if (getattr(config, "n_group", None) or 1) > 1:
+        sizes |= {"n_group": 2, "topk_group": 1}
     return resized(config, layers, **sizes)
 
 
@@ -128,7 +140,7 @@ class _Copy:
         import transformers
 
         self.family, self.folder, self.export = family, scratch / "copy", scratch / "export"
-        self.config, self.whole = small_copy(config), config
+        self.config, self.whole = small_copy(config, family), config
         torch.manual_seed(0)
         try:
             model = transformers.AutoModelForCausalLM.from_config(
@@ -158,7 +170,7 @@ class _Copy:
             ("export", "an exported model is not the same when transformers loads it", self.exported),
             ("memory", "the planner counts other parameters than the model has", self.counted),
         ]
-        if self.family.experts is not None:
+        if self.family.softmax_routers:
             checks.append(("routing replay", "experts that a rollout chose get other weights", self.replayed))
         for name, wrong, check in checks:
             try:
@@ -201,7 +213,7 @@ class _Copy:
         stage = self.stages(1)[0]
         chosen: list[Tensor] = []
         for layer in stage.body.layers.values():
-            router = layer.mlp.get_submodule(self.family.experts.router)
+            router = layer.get_submodule(self.family.experts.router)
             router.register_forward_hook(lambda _module, _inputs, found: chosen.append(found[2]))
         lengths = (self.tokens.shape[1],)
         with torch.no_grad():
@@ -213,7 +225,7 @@ class _Copy:
         for part in self.parts:
             _loss(self.model(part, use_cache=False).logits).backward()
         wanted = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        stages = [stage.requires_grad_(True).train() for stage in self.stages(2)]
+        stages = [_trained(stage).train() for stage in self.stages(2)]
         _loss(_pass(stages, self.tokens, _LENGTHS)).backward()
         found: dict[str, Tensor] = {}
         for stage in stages:
@@ -325,6 +337,12 @@ def _tokens() -> Tensor:
     return torch.randint(3, 96, (1, sum(_LENGTHS)), generator=torch.Generator().manual_seed(1))
 
 
+def _trained(stage: PipelineStage) -> PipelineStage:
+    for name, parameter in stage.named_parameters():
+        parameter.requires_grad_(name not in stage.constants)
+    return stage
+
+
 def _pass(stages: Sequence[PipelineStage], tokens: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
     hidden: Any = tokens
     for stage in stages:
@@ -361,7 +379,7 @@ def _rank(rank: int, copies: dict[Path, ModelFamily], answers: Path) -> None:
         found[str(folder)] = None
         with known(family):
             ref = ModelRef(head="lm", path=str(folder))
-            alone = build_stage(ref).requires_grad_(True)
+            alone = _trained(build_stage(ref))
             wanted = alone(tokens, _LENGTHS)
             _loss(wanted).backward()
             try:

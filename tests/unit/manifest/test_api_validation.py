@@ -291,12 +291,19 @@ def test_bad_model_folders(tmp_path, make, sentence):
     assert all(s.startswith("spec.models.actor.source.path: ") for s in found)
 
 
-def test_routing_replay_of_a_model_without_experts(tmp_path):
-    models = {"actor": {"source": {"scratch": {"architecture": "llama"}}}, "tokenizer": {"train": {}}}
-    assert files(tmp_path, models=models, ppo={"routingReplay": True}) == [
-        "spec.ppo.routingReplay is for models with experts, and llama models have none; remove it."
-    ]
-    models["actor"]["source"]["scratch"]["architecture"] = "gpt_oss"
+@pytest.mark.parametrize("kind", ["llama", "glm4_moe"])  # the second weighs its experts by a sigmoid
+def test_routing_replay_and_load_balancing_of_a_model_without_softmax_routers(tmp_path, kind):
+    source = {"source": {"scratch": {"architecture": kind}}}
+    for more, field in (
+        ({"ppo": {"routingReplay": True}}, "ppo.routingReplay"),
+        ({}, "models.actor.routerAuxLossCoef"),
+    ):
+        coefficient = {} if more else {"routerAuxLossCoef": 0.01}
+        found = files(tmp_path, models={"actor": {**source, **coefficient}, "tokenizer": {"train": {}}}, **more)
+        assert found == [
+            f"spec.{field} is for experts whose weights are a softmax, and {kind} models have none; remove it."
+        ]
+    models = {"actor": {"source": {"scratch": {"architecture": "gpt_oss"}}}, "tokenizer": {"train": {}}}
     assert files(tmp_path, models=models, ppo={"routingReplay": True}) == []
 
 
@@ -317,13 +324,6 @@ def test_heads_of_a_folders_model_are_looked_at_before_the_run(tmp_path):
     assert files(tmp_path, models=actor(name), stages=["sft"]) == []
     on_gpu = [{"name": "all", "roles": ["trainer", "rollout"], "gpu": A100}]
     assert files(tmp_path, groups=on_gpu, models=actor(name)) == []
-
-
-def test_a_load_balancing_loss_of_a_model_without_experts(tmp_path):
-    models = {"actor": {"source": {"scratch": {"architecture": "llama"}}, "routerAuxLossCoef": 0.01}}
-    assert files(tmp_path, models={**models, "tokenizer": {"train": {}}}) == [
-        "spec.models.actor.routerAuxLossCoef is for models with experts, and llama models have none; remove it."
-    ]
 
 
 @pytest.mark.parametrize("scratch", [True, False])

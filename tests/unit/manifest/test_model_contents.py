@@ -191,13 +191,19 @@ def test_a_tokenizer_without_a_vocabulary_is_none(tmp_path: Path) -> None:
         tokenizers.load(tmp_path, "f")
 
 
+# An MLP in the first layer, and shared experts, whose names are those of the MLP and of each expert.
+SHARED = {"intermediate_size": 48, "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_models_that_transformers_saves_pass(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "fields"), [*sorted(FAMILIES.items()), ("glm4_moe", {**SHARED, "num_key_value_heads": 2})]
+)
+def test_models_that_transformers_saves_pass(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **COMMON | FAMILIES[family] | {"pad_token_id": 0, "eos_token_id": 1})
+    config = AutoConfig.for_model(family, **COMMON | fields | {"pad_token_id": 0, "eos_token_id": 1})
     made = AutoModelForCausalLM.from_config(config)
     made.save_pretrained(tmp_path, max_shard_size="20KB")
     check_weights(tmp_path, "field")

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from click.testing import CliRunner
 
 from dovetail.cli.main import cli
 from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.manifest.model_families import MODEL_FAMILIES, REFUSED
-from dovetail.models import tensor_parallel
-from dovetail.models.derive import derive_family, differences, known
+from dovetail.manifest.types import ScratchModel
+from dovetail.models import HuggingFaceWriter, build_stage, tensor_parallel
+from dovetail.models.derive import derive_family, differences, known, resized, whole_model
 from dovetail.protocol.messages import ModelRef
 from dovetail.tools import model_check
 from dovetail.tools.model_check import prove, prove_model, served, share, small_copy
@@ -25,7 +27,8 @@ from helpers.family_models import COMMON, FAMILIES
 
 pytestmark = pytest.mark.slow
 # Factors of embedding and logits, norms of all heads together, windows and no rotary positions in some layers.
-SOME = ("granite", "olmo2", "cohere2", "smollm3")
+# Layers without experts, shared experts, and biases that only choose. Latent keys and values.
+SOME = ("granite", "olmo2", "cohere2", "smollm3", "glm4_moe", "deepseek_v3")
 
 
 def config_of(kind: str, **changes: Any) -> Any:
@@ -54,7 +57,7 @@ def test_the_table_holds_what_transformers_says(kind: str) -> None:
         family, found = (
             replace(each, linears=tuple(replace(part, split=None) for part in each.linears)) for each in (family, found)
         )
-    assert set(differences(family, found)) <= {"kept", "packs"}  # measured and proved
+    assert set(differences(family, found)) <= {"kept", "kept_dense", "packs"}  # measured and proved
 
 
 @pytest.mark.parametrize(
@@ -214,14 +217,53 @@ def test_a_folder_that_does_not_exist_is_named_at_once(
     assert f"{name} does not exist" in " ".join(done.output.split())
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("glm4_moe", {}),
+        ("glm4_moe", {"first_k_dense_replace": 3}),
+        ("ernie4_5_moe", {"moe_layer_start_index": 2, "moe_layer_end_index": 6, "moe_layer_interval": 2}),
+        ("afmoe", {"num_dense_layers": 2}),
+        ("exaone_moe", {"mlp_layer_types": ["dense", "sparse", "sparse", "dense"] * 2}),
+        ("hy_v3", {}),
+    ],
+)
+def test_a_config_json_says_which_layers_have_experts(kind: str, fields: dict[str, Any]) -> None:
+    """The planner reads it without transformers, also where config.json leaves the fields out."""
+    config = resized(config_of(kind), 8, **fields)
+    if "mlp_layer_types" in fields:
+        config = type(config).from_dict(config.to_dict() | fields)
+    layers = whole_model(config).model.layers
+    dense = {i for i, layer in enumerate(layers) if not any(hasattr(m, "has_gate") for m in layer.modules())}
+    assert MODEL_FAMILIES[kind].dense_layers({"num_hidden_layers": 8, **fields}) == dense
+    assert 0 < len(dense) < 8
+
+
+def test_a_router_s_bias_stays_float32(tmp_path: Path) -> None:
+    """In passes of bfloat16 and in files. Rounded, it would choose other experts than vLLM's."""
+    small = small_copy(config_of("glm4_moe"), MODEL_FAMILIES["glm4_moe"])
+    fields = {name: value for name, value in small.to_dict().items() if name != "model_type"}
+    ref = ModelRef(head="lm", scratch=ScratchModel(architecture="glm4_moe", config=fields))
+    stage = build_stage(ref, dtype=torch.bfloat16)
+    names = [name for name, p in stage.named_parameters() if p.dtype == torch.float32]
+    assert names == [f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in range(1, small.num_hidden_layers)]
+    for name in names:
+        stage.get_parameter(name).data.fill_(1 + 2**-20)
+    writer = HuggingFaceWriter(tmp_path)
+    written = writer.write(stage.named_parameters(), torch.bfloat16, stage.family.constants)
+    writer.finish([written], stage.config, "lm", torch.bfloat16, None)
+    again = build_stage(ModelRef(head="lm", path=str(tmp_path)), dtype=torch.bfloat16)
+    assert all(bool((again.get_parameter(name) == 1 + 2**-20).all()) for name in names)
+
+
 def test_the_copy_has_all_kinds_of_layers_of_the_model() -> None:
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     config = config_of("gemma3_text", num_hidden_layers=12, layer_types=kinds * 2, sliding_window=512)
-    small = small_copy(config)
+    small = small_copy(config, MODEL_FAMILIES[config.model_type])
     assert small.layer_types == kinds
     assert small.sliding_window < 9
-    assert small_copy(config_of("llama", num_hidden_layers=2)).num_hidden_layers == 2
-    grouped = small_copy(config_of("llama", num_attention_heads=32, num_key_value_heads=8))
+    assert small_copy(config_of("llama", num_hidden_layers=2), MODEL_FAMILIES["llama"]).num_hidden_layers == 2
+    grouped = small_copy(config_of("llama", num_attention_heads=32, num_key_value_heads=8), MODEL_FAMILIES["llama"])
     assert grouped.num_key_value_heads < grouped.num_attention_heads
 
 

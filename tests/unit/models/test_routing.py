@@ -31,7 +31,7 @@ def choices(stages: list[PipelineStage]) -> list[Tensor]:
     found: list[Tensor] = []
     for stage in stages:
         for layer in stage.body.layers.values():
-            router = getattr(layer.mlp, stage.family.experts.router)
+            router = layer.get_submodule(stage.family.experts.router)
             router.register_forward_hook(lambda _module, _inputs, output: found.append(output[2]))
     return found
 
@@ -144,7 +144,7 @@ def test_the_load_balancing_loss_is_transformers_own_of_each_layer(family: str) 
     whole = build_stage(ref(family, initializer_range=0.5)).requires_grad_(True).train()
     logits: list[Tensor] = []
     hooks = [
-        layer.mlp.get_submodule(whole.family.experts.router).register_forward_hook(
+        layer.get_submodule(whole.family.experts.router).register_forward_hook(
             lambda _module, _inputs, output: logits.append(output[0])
         )
         for layer in whole.body.layers.values()

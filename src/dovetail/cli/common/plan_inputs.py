@@ -16,7 +16,7 @@ from dovetail.gpus.gpu_products import GPU, HardwareError, described, parse
 from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.inventory import Inventory, InventoryError, read
-from dovetail.protocol.errors import RunError, UsageError
+from dovetail.protocol.errors import RunError, UsageError, last_said
 from dovetail.protocol.files.machine_profile import Profile
 
 KUBECTL_SECONDS = 60.0
@@ -89,7 +89,7 @@ def _nodes() -> str:
     except subprocess.TimeoutExpired as error:
         raise RunError(f"kubectl get nodes gave no answer within {KUBECTL_SECONDS:.0f} s.") from error
     if done.returncode:
-        raise RunError(f"kubectl get nodes failed: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+        raise RunError(f"kubectl get nodes failed: {last_said(done.stderr, 'no reason given')}")
     return done.stdout
 
 

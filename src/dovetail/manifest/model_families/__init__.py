@@ -22,10 +22,15 @@ def _family(row: Mapping[str, Any]) -> ModelFamily:
     linears = tuple(LinearPart(*part) for part in row["linears"])
     experts = None
     if (told := row.get("experts")) is not None:
-        matrices = {name: tuple(parts) for name, parts in told["matrices"].items()} if "matrices" in told else None
-        experts = Experts(**{**told, **({} if matrices is None else {"matrices": matrices})})
-    kept = {"kept": {name: tuple(factors) for name, factors in row["kept"].items()}} if "kept" in row else {}
+        lists = {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
+        matrices = {"matrices": _tuples(told["matrices"])} if "matrices" in told else {}
+        experts = Experts(**{**told, **lists, **matrices})
+    kept = {name: _tuples(row[name]) for name in ("kept", "kept_dense") if name in row}
     return ModelFamily(**{**row, **sequences, **kept, "linears": linears, "experts": experts})
+
+
+def _tuples(lists: Mapping[str, list[Any]]) -> dict[str, tuple[Any, ...]]:
+    return {name: tuple(values) for name, values in lists.items()}
 
 
 _table = json.loads(TABLE.read_text()) if TABLE.is_file() else {"made": {}, "families": [], "refused": {}}

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 # The widths of a layer are those of the hidden states, all query heads, all key (or value) heads, the MLP's inner
-# states, and one head. For fused layers they are queries, keys and values together, and gate and up together.
-Width = Literal["hidden", "queries", "keys", "inner", "attention", "gates", "head"]
+# states, and one head. For fused layers they are queries, keys and values together, and gate and up together. Beside
+# experts they are those of an MLP in their place, and of the experts that every token gets. 1 is that of a gate. Any
+# other width is a sum of products of fields in config.json, such as "kv_lora_rank+qk_rope_head_dim".
+Width = str
+WIDTHS = ("hidden", "queries", "keys", "inner", "attention", "gates", "head", "heads", "dense", "shared", "one")
+# The layers of a model with experts that have a part: all, or only those with or without experts.
+Layers = Literal["all", "sparse", "dense"]
 
 
 @dataclass(frozen=True)
 class LinearPart:
     """A linear layer of a decoder layer, by transformers' name. `split` is the side that tensor-parallel ranks share,
     "out" (columns) or "in" (rows). It is None if they cannot share it. `bias` is the field of config.json that says
-    whether it has a bias, or "always" or "never"."""
+    whether it has a bias, or "always" or "never". `layers` are those that have it."""
 
     name: str
     inputs: Width
     outputs: Width
     split: Literal["out", "in"] | None
     bias: str
+    layers: Layers = "all"
 
 
 # The names of each expert's three matrices in files, by the name of the parameter that holds them for all experts.
@@ -30,30 +37,33 @@ EXPERT_MATRICES = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of each layer's MLP.
+    """A mixture of experts in place of the MLP, in all layers or in some (`ModelFamily.dense_layers`).
 
     These are names of fields in config.json: `count` is the number of experts, by the first of these names that exists.
-    `chosen` is the number of experts of a token. `inner` is the inner width of one expert. `router` is transformers'
-    name of the module that chooses the experts. `over_chosen` says that the weights are a softmax over the chosen
-    experts of a token, and not over all. `bias` says that experts and router have biases. `matrices` has the names of
-    one expert's matrices in files, by the name of transformers' parameter for all experts. If it is empty, files have
-    the same parameters as transformers. `saved` is the name in files of the module with experts and router, which
-    transformers calls `mlp`."""
+    `chosen` is the number of experts of a token. `inner` is the inner width of one expert. `dense` is that of an MLP in
+    their place, if some layers have one. The product of `shared` is that of the experts that every token gets. `router`
+    is transformers' name of the module that chooses the experts. `over_chosen` says that the weights are a softmax over
+    the chosen experts of a token, and not over all. `softmax` says that they are a softmax, so that a token can get the
+    experts that a rollout chose. `bias` says that experts and router have biases. `matrices` has the names of one
+    expert's matrices in files, by the name of transformers' parameter for all experts. If it is empty, files have the
+    same parameters as transformers."""
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
     chosen: str = "num_experts_per_tok"
     inner: str = "moe_intermediate_size"
-    router: str = "gate"
+    dense: str | None = None
+    shared: tuple[str, ...] = ()
+    router: str = "mlp.gate"
     over_chosen: bool = False
+    softmax: bool = True
     bias: bool = False
     matrices: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERT_MATRICES)
-    saved: str = "mlp"
 
 
 # The widths that the numbers kept for a token grow with: 1, those of `Width`, the number of heads and of key heads, the
 # number of experts, and, for each of the chosen experts of a token, 1, the hidden width and the inner width.
 KEPT = (
-    *("token", "hidden", "queries", "keys", "inner", "heads", "key_heads"),
+    *("token", "hidden", "queries", "keys", "inner", "heads", "key_heads", "dense", "shared"),
     *("experts", "chosen", "chosen_hidden", "chosen_inner"),
 )
 LLAMA_KEPT = {
@@ -64,6 +74,18 @@ LLAMA_KEPT = {
     "heads": (1, 0),  # the logarithm of the sum of the exponentials
     "inner": (0, 4),  # a gate, its activation, up and their product
 }
+
+
+def width_of(text: Width, config: Mapping[str, Any]) -> int:
+    """A width that is a sum of products of fields in config.json. Raises KeyError or TypeError for a missing field."""
+    return sum(math.prod(int(config[name]) for name in product.split("*")) for product in text.split("+"))
+
+
+def saved_as(renamed: Mapping[str, str], name: str) -> str:
+    """The name in files of a tensor or module, where `renamed` has the parts that differ."""
+    for part, other in renamed.items():
+        name = name.replace(part, other)
+    return name
 
 
 @dataclass(frozen=True)
@@ -86,8 +108,10 @@ class ModelFamily:
     `norms` is the number of norms of a layer, except those in attention. `norm_offset` says that 1 is added to a norm's
     weight. `head_norms` are the norms of queries and keys, with their widths. `learnt_positions` says that the model
     has a table of positions in place of rotary ones. `saved_head` is the name of the vocabulary projection in files.
-    `sinks` says that each head has a learnt score that takes a part of its attention. `bounded_scores` says that tanh
-    bounds attention's scores. `experts` replace the MLP.
+    `renamed` has the parts of other names that differ in files, by transformers' part. `constants` are the ends of the
+    files' names of parameters that no training changes. They stay float32. `sinks` says that each head has a learnt
+    score that takes a part of its attention. `bounded_scores` says that tanh bounds attention's scores. `experts`
+    replace the MLP.
 
     `windows` says which layers attend only to `sliding_window` tokens, if config.json has no `layer_types`. They are
     all layers, or all except every n-th one (n is `sliding_window_pattern`, or this number). With "never", models with
@@ -96,8 +120,9 @@ class ModelFamily:
     `packs` says that layers know where packed sequences begin. Other layers get each sequence as a row.
 
     `kept` says how many numbers autograd keeps of one layer for one token, which the planner needs. Each width of
-    `KEPT` has two factors: for numbers that are float32 in every compute dtype (an int64 counts as two), and for
-    numbers in the compute dtype. Cosines and sines of positions do not count, because all layers share them.
+    `KEPT`, and each that is a sum of fields, has two factors: for numbers that are float32 in every compute dtype (an
+    int64 counts as two), and for numbers in the compute dtype. Cosines and sines of positions do not count, because all
+    layers share them. `kept_dense` says it of a layer without experts beside layers with experts.
 
     `rotary_fields` has the fields of `rope_parameters` by the names that only this family has in Transformers 4."""
 
@@ -121,6 +146,8 @@ class ModelFamily:
     norms: int = 2
     norm_offset: bool = False
     saved_head: str = "lm_head"
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    constants: tuple[str, ...] = ()
     windows: Literal["never", "all"] | int = "never"
     softcap: str | None = None
     embedding_factor: str | None = None
@@ -130,6 +157,7 @@ class ModelFamily:
     experts: Experts | None = None
     packs: bool = True
     kept: Mapping[str, tuple[int, int]] = field(default_factory=lambda: LLAMA_KEPT)
+    kept_dense: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     rotary_fields: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -146,6 +174,11 @@ class ModelFamily:
     def splits(self) -> bool:
         """Whether tensor-parallel ranks can share its layers. They cannot share fused layers or experts."""
         return self.experts is None and all(part.split is not None for part in self.linears)
+
+    @property
+    def softmax_routers(self) -> bool:
+        """Whether each layer has experts that replay and the load-balancing loss know."""
+        return self.experts is not None and self.experts.softmax and self.experts.dense is None
 
     def unshared(self, use_qk_norm: bool) -> str | None:
         """Names these models if tensor-parallel ranks cannot share their layers. Cohere's `use_qk_norm` gives each head
@@ -165,6 +198,39 @@ class ModelFamily:
         if isinstance(self.windows, int):
             return layers - layers // int(config.get("sliding_window_pattern") or self.windows)
         return layers if self.windows == "all" else 0
+
+    @property
+    def sums(self) -> frozenset[Width]:
+        """The widths of its layers that are sums of products of fields."""
+        used = {w for part in self.linears for w in (part.inputs, part.outputs)} | set(self.head_norms.values())
+        return frozenset(used - set(WIDTHS))
+
+    @property
+    def latent(self) -> bool:
+        """Whether keys and values are made of a latent state, which the KV cache holds (DeepSeek-V2's attention)."""
+        return "kv_lora_rank+qk_rope_head_dim" in self.sums
+
+    def dense_layers(self, config: Mapping[str, Any]) -> frozenset[int]:
+        """The layers of a `config.json` that have an MLP beside layers that have experts."""
+        if self.experts is None or self.experts.dense is None:
+            return frozenset()
+
+        def told(*names: str) -> int:
+            found = [config.get(name, self.defaults.get(name)) for name in names]
+            return int(next((value for value in found if value is not None), 0))
+
+        layers = told("num_hidden_layers")
+        if (kinds := config.get("mlp_layer_types")) is not None:
+            return frozenset(i for i, kind in enumerate(kinds) if kind == "dense")
+        if isinstance(each := config.get("moe_layer_freq"), list):
+            return frozenset(i for i, sparse in enumerate(each) if not sparse)
+        first = told("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+        last = told("moe_layer_end_index") or -1
+        step = told("decoder_sparse_step", "moe_layer_interval") or 1
+        without = set(config.get("mlp_only_layers") or ())
+        ends = layers if last < 0 else min(last + 1, layers)
+        sparse = {i for i in range(first, ends) if (i + 1) % step == 0} - without
+        return frozenset(range(layers)) - sparse
 
     def names(self, split: Literal["out", "in"]) -> tuple[str, ...]:
         """The names of the linear layers of which tensor-parallel ranks share that side."""

@@ -35,12 +35,17 @@ def problem(config: Mapping[str, Any]) -> str | None:
     if config.get("use_bidirectional_attention"):
         return "attention to later tokens is not supported; set use_bidirectional_attention to false in config.json"
     if family.experts is not None:
-        if config.get("mlp_only_layers") or "dense" in (config.get("mlp_layer_types") or ()):
-            return (
-                "layers without experts are not supported beside layers with experts; use a model with experts in all"
-            )
-        plain = {"decoder_sparse_step": 1, "first_k_dense_replace": 0, "num_shared_experts": 0}
-        for name, usual in {**plain, "expert_selection_fn": "softmax"}.items():
+        plain: dict[str, Any] = {"expert_selection_fn": "softmax"}
+        if family.experts.dense is None:
+            if config.get("mlp_only_layers") or "dense" in (config.get("mlp_layer_types") or ()):
+                return (
+                    "layers without experts are not supported beside layers with experts in this family; use a model "
+                    "with experts in all"
+                )
+            plain |= {"decoder_sparse_step": 1, "first_k_dense_replace": 0}
+        if not family.experts.shared:
+            plain["num_shared_experts"] = 0
+        for name, usual in plain.items():
             if (asked := config.get(name)) not in (None, usual):
                 return f"{name} {asked} is not supported in models with experts; use a model with {name} {usual}"
     return None
@@ -51,9 +56,9 @@ def replay_error(config: Mapping[str, Any]) -> str | None:
     does."""
     kind = config.get("model_type")
     family = MODEL_FAMILIES.get(str(kind))
-    if family is None or family.experts is not None:
+    if family is None or family.softmax_routers:
         return None
-    return f"spec.ppo.routingReplay is for models with experts, and {kind} models have none; remove it."
+    return f"spec.ppo.routingReplay is for experts whose weights are a softmax, and {kind} models have none; remove it."
 
 
 def target_problem(targets: Collection[str], family: ModelFamily) -> str | None:

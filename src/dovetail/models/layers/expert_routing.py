@@ -118,10 +118,10 @@ def replays(layer: nn.Module, experts: Experts) -> None:
     """Let a decoder layer take two more arguments. `routing`, (tokens, experts of a token) integers, has the experts to
     use. -1 marks tokens whose experts the layer chooses itself. If it is None, the layer chooses for all tokens.
     `balance` is the factor of the layer's load-balancing loss in the loss."""
-    router: Any = layer.get_submodule(f"mlp.{experts.router}")
+    router: Any = layer.get_submodule(experts.router)
     router.given, router.counts, router.over_chosen = None, None, experts.over_chosen
     router.balance, router.unbalance, router.passes = 0.0, None, 0
-    layer.replays = f"mlp.{experts.router}"  # type: ignore[assignment]
+    layer.replays = experts.router  # type: ignore[assignment]
     _before(_Router, router)
     _before(_Layer, layer)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dovetail.gpus.gpu_products import GPU_RESOURCE, PRODUCT_LABEL, count
+from dovetail.protocol.errors import last_said
 from dovetail.tools.doctor.finding import Finding
 
 SECONDS = 30.0
@@ -34,7 +35,7 @@ def kubectl(arguments: Sequence[str]) -> Any:
     except subprocess.TimeoutExpired as error:
         raise KubectlFailed(f"kubectl gave no answer within {2 * SECONDS:.0f} s") from error
     if done.returncode:
-        raise KubectlFailed((done.stderr.strip().splitlines() or ["kubectl gave no reason"])[-1].rstrip("."))
+        raise KubectlFailed(last_said(done.stderr, "kubectl gave no reason").rstrip("."))
     return json.loads(done.stdout)
 
 

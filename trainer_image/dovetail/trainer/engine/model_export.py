@@ -39,7 +39,8 @@ def export_model(engine: EngineState, model: str, path: Path, subtract: float = 
             if held.groups.dp_rank == 0 and held.groups.tp_rank == 0:
                 writer = HuggingFaceWriter(folder, held.groups.pp_rank)
                 writer.write_value_head(beside)
-                return writer.write(in_files(held.module.family, tensors), compute)
+                family = held.module.family
+                return writer.write(in_files(family, tensors), compute, family.constants)
             return {"files": [], "bytes": 0}
         finally:
             deque(tensors, maxlen=0)  # gathering is collective, so take part to the end, even after an error

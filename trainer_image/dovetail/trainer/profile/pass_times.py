@@ -71,7 +71,7 @@ def measure_model(
 
 def _stage(config: Any, ref: ModelRef, rank: int, device: torch.device, dtype: torch.dtype) -> PipelineStage:
     stage = PipelineStage(config, ref.head, rank, _STAGES)
-    stage.to(dtype)
+    stage.cast(dtype)
     stage.to_empty(device=device)
     for parameter in stage.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -48,7 +48,8 @@ class SavedModel:
         writer, beside = HuggingFaceWriter(folder), stage.beside_policy
         writer.write_value_head([(name, p) for name, p in parameters.items() if name == beside])
         tensors = lora.merged(stage, [name for name in parameters if name != beside], parameters.__getitem__)
-        complete(folder, [writer.write(in_files(stage.family, tensors), self.compute)], self.ref, self.compute, state)
+        written = writer.write(in_files(stage.family, tensors), self.compute, stage.family.constants)
+        complete(folder, [written], self.ref, self.compute, state)
 
     def write_adapter(self, folder: Path, base: str) -> None:
         """Write the adapters into an empty folder, as PEFT reads them. `base`: the model to which they belong, as
@@ -83,7 +84,7 @@ class SavedModel:
             lora.inject(stage, self.adapters)
             return stage
         for name, parameter in stage.named_parameters():
-            if name != stage.beside_policy:  # it is exported in float32
+            if name != stage.beside_policy and name not in stage.constants:  # these are exported in float32
                 parameter.data = parameter.data.to(self.compute)
         return stage
 

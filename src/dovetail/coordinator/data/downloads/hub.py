@@ -23,6 +23,7 @@ from dovetail.coordinator.data.downloads.hub_client import FINAL, Request, small
 from dovetail.coordinator.data.downloads.proof import prove
 from dovetail.manifest.checks.model_contents import INDEX, weight_files
 from dovetail.manifest.types import HubAccess as HubSpec
+from dovetail.protocol.errors import last_said
 from dovetail.protocol.files.durable import write_whole
 from dovetail.protocol.process.env import HUB_CACHE
 
@@ -242,7 +243,7 @@ class Hub:
         try:
             answer = json.loads(said.splitlines()[-1])
         except (IndexError, ValueError):
-            last = (complaints.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+            last = last_said(complaints, f"exit code {process.returncode}")
             return {"error": "transient", "message": last[:300], "endpoint": "the hub"}
         return dict(answer)
 

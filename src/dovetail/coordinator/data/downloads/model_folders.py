@@ -69,17 +69,21 @@ def check_weights(folder: Path, field: str) -> None:
         return  # the plan says what is wrong with it
     family = MODEL_FAMILIES[shape.family]
     width = shape.embedding or shape.hidden
-    outer = {f"{name}.weight": [shape.vocabulary, width] for name in (family.embedding, family.saved_head)}
-    inner = {f"{part.name}.weight": [part.outputs, part.inputs] for part in shape.linears}
-    missing = {(layer, name) for layer in range(shape.layers) for name in inner}
+    outer = {f"{name}.weight": [[shape.vocabulary, width]] for name in (family.embedding, family.saved_head)}
+    inner: dict[str, list[list[int]]] = {}
+    for part in shape.linears:  # an MLP and the experts of all tokens have equal names
+        inner.setdefault(f"{part.name}.weight", []).append([part.outputs, part.inputs])
+    each = {f"{part.name}.weight" for part in shape.linears if part.share == 1}
+    missing = {(layer, name) for layer in range(shape.layers) for name in each}
     for name, tensor in tensors.items():
         found = _IN_LAYER.search(name)
         short = ".".join(name.rsplit(".", 2)[-2:])
-        expected = (outer if found is None else inner).get(short)
-        if expected is not None and list(tensor["shape"]) != expected:
+        expected = None if ".experts." in name else (outer if found is None else inner).get(short)
+        if expected is not None and list(tensor["shape"]) not in expected:
+            asked = " or ".join(str(tuple(size)) for size in expected)
             raise DataError(
-                f"{field}: {folder}: {name} has shape {tuple(tensor['shape'])}, but config.json asks for "
-                f"{tuple(expected)}; take the config.json that was saved with these weights"
+                f"{field}: {folder}: {name} has shape {tuple(tensor['shape'])}, but config.json asks for {asked}; take "
+                "the config.json that was saved with these weights"
             )
         if found is not None:
             missing.discard((int(found[1]), short))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
+from dovetail.protocol.errors import last_said
 from dovetail.protocol.files.durable import write_whole
 from dovetail.protocol.process.extras import installed_versions
 
@@ -70,5 +71,5 @@ def _proved(folder: Path, field: str, trusted: bool, deadline: float) -> dict[st
     try:
         return dict(json.loads(done.stdout.splitlines()[-1]))
     except (IndexError, ValueError):
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        last = last_said(done.stderr, f"exit code {done.returncode}")
         raise DataError(f"{field}: its proof on a small copy failed: {last[:300]}") from None
