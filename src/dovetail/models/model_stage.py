@@ -117,7 +117,8 @@ class PipelineStage(nn.Module):
         """Makes frozen parameters of the buffers that files hold, so that they are read, sent and exported as weights
         are. Yields the names of all such parameters of the layers."""
         for name, module in layers.named_modules():
-            for leaf in module.state_dict(keep_vars=True).keys() & dict(module.named_buffers(recurse=False)).keys():
+            saved = module.state_dict(keep_vars=True)
+            for leaf in [leaf for leaf, _ in module.named_buffers(recurse=False) if leaf in saved]:
                 buffer = module._buffers.pop(leaf)
                 module.register_parameter(leaf, nn.Parameter(buffer, requires_grad=False))
             for leaf, parameter in module.named_parameters(recurse=False):

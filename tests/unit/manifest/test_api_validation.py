@@ -301,7 +301,8 @@ def test_routing_replay_and_load_balancing_of_a_model_without_softmax_routers(tm
         coefficient = {} if more else {"routerAuxLossCoef": 0.01}
         found = files(tmp_path, models={"actor": {**source, **coefficient}, "tokenizer": {"train": {}}}, **more)
         assert found == [
-            f"spec.{field} is for experts whose weights are a softmax, and {kind} models have none; remove it."
+            f"spec.{field} is for models with routers like Qwen3-MoE's in all layers, and {kind} models have none; "
+            "remove it."
         ]
     models = {"actor": {"source": {"scratch": {"architecture": "gpt_oss"}}}, "tokenizer": {"train": {}}}
     assert files(tmp_path, models=models, ppo={"routingReplay": True}) == []

@@ -375,8 +375,9 @@ class ModelScorer:
                 known = tuple(expected[name][0]) if name in expected else "no such tensor"
                 raise ValueError(f"tensor {name} of shape {tuple(tensor.shape)} came; the critic has {known}")
             # The tensor is copied to its stage, because the receiver's buffer is written again.
-            device = expected[name][1] if self.host is None else torch.device("cpu")
-            staged[name] = torch.empty_like(tensor, dtype=self.dtype, device=device).copy_(tensor)
+            _, device, dtype = expected[name]
+            home = device if self.host is None else torch.device("cpu")
+            staged[name] = torch.empty_like(tensor, dtype=dtype, device=home).copy_(tensor)
         missing = sorted(set(expected) - set(staged))
         if missing:
             raise ValueError(f"{len(missing)} of the critic's tensors did not come, first {missing[0]}")

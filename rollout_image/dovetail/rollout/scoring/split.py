@@ -53,10 +53,10 @@ class SplitModel:
         for stage in self.stages:
             yield from stage.named_parameters()
 
-    def homes(self) -> dict[str, tuple[torch.Size, torch.device]]:
-        """The shape and device of each parameter."""
+    def homes(self) -> dict[str, tuple[torch.Size, torch.device, torch.dtype]]:
+        """The shape, device and dtype of each parameter."""
         return {
-            name: (parameter.shape, device)
+            name: (parameter.shape, device, parameter.dtype)
             for stage, device in zip(self.stages, self.devices, strict=True)
             for name, parameter in stage.named_parameters()
         }

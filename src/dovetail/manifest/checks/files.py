@@ -210,8 +210,8 @@ def _experts(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
         family = MODEL_FAMILIES.get(_family_name(spec, name, base))
         if getattr(spec.models, name).router_aux_loss_coef and family is not None and not family.softmax_routers:
             yield (
-                f"spec.models.{name}.routerAuxLossCoef is for experts whose weights are a softmax, and {family.name} "
-                "models have none; remove it."
+                f"spec.models.{name}.routerAuxLossCoef is for models with routers like Qwen3-MoE's in all layers, and "
+                f"{family.name} models have none; remove it."
             )
     if Stage.PPO in spec.stages and spec.ppo.routing_replay:
         error = replay_error({"model_type": _family_name(spec, "actor", base)})

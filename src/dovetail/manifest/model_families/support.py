@@ -58,7 +58,10 @@ def replay_error(config: Mapping[str, Any]) -> str | None:
     family = MODEL_FAMILIES.get(str(kind))
     if family is None or family.softmax_routers:
         return None
-    return f"spec.ppo.routingReplay is for experts whose weights are a softmax, and {kind} models have none; remove it."
+    return (
+        f"spec.ppo.routingReplay is for models with routers like Qwen3-MoE's in all layers, and {kind} models have "
+        "none; remove it."
+    )
 
 
 def target_problem(targets: Collection[str], family: ModelFamily) -> str | None:
