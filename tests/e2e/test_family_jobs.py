@@ -26,8 +26,8 @@ SIZES = {
     "head_dim": 32,
     "max_position_embeddings": 128,
     "initializer_range": 0.1,
-    "sliding_window": 8,
 }
+WINDOW = {**SIZES, "sliding_window": 8}
 LEARNT = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -48,16 +48,16 @@ LATENT = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nop
 # By family: pipeline stages of the trainers, and sizes of the model. Qwen3 is in test_tied_job.py.
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     # Experts and sinks, whole on one stage.
-    "gpt_oss": (1, {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": (1, {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
     # Servers that round to bfloat16, and so choose other experts than trainers in float32 would.
     "qwen3_moe": (2, {**SIZES, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}),
     # On one stage the window, on the other none, with other rotary frequencies; a tied and scaled embedding.
-    "gemma3_text": (2, {**SIZES, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma3_text": (2, {**WINDOW, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]}),
     # The same window, a tied and scaled embedding, and bounds of scores and logits that are reached.
     "gemma2": (
         2,
         {
-            **SIZES,
+            **WINDOW,
             "initializer_range": 0.3,
             "query_pre_attn_scalar": 32,
             "attn_logit_softcapping": 5.0,
@@ -67,9 +67,9 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     # An MLP in the first layer, shared experts, and routers with a bias that only chooses; then latent keys and values.
     "glm4_moe": (2, {**SIZES, **SHARED, "attention_bias": True}),
-    "deepseek_v3": (2, {**SIZES, **SHARED, **LATENT}),
+    "deepseek_v3": (2, {**SIZES, **SHARED, **LATENT, "topk_method": "noaux_tc"}),
     # The tied ones have their embedding on both stages.
-    "mistral": (1, SIZES),
+    "mistral": (1, WINDOW),
     "qwen2": (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     "phi3": (1, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2, "sliding_window": 8}),
     "gpt_neox": (2, {**PLAIN, "intermediate_size": 96}),
@@ -80,7 +80,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     # Its layers do not know where packed sequences begin: each is a row.
     "stablelm": (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2}),
     # Files have other names of its experts than transformers.
-    "mixtral": (1, {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": (1, {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
     # Factors that change the embedding, the attention, the sums and the logits.
     "granite": (
         2,

@@ -71,6 +71,13 @@ _ONLY_KNOWN: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "experts": Experts(inner="intermediate_size", router="mlp.router", over_chosen=True, bias=True, matrices={})
     },
+    # What vLLM's classes read beside transformers' fields.
+    "afmoe": {"served": ("score_func", "route_norm", "n_group", "topk_group")},
+    "deepseek_v3": {"served": ("topk_method",)},
+    "glm4_moe": {"served": ("head_dim",)},
+    "glm4_moe_lite": {"served": ("first_k_dense_replace",)},
+    "hy_v3": {"served": ("expert_hidden_dim", "route_norm", "first_k_dense_replace")},
+    "minimax_m2": {"served": ("rotary_dim", "scoring_func")},
 }
 
 

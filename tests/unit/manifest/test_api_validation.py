@@ -293,7 +293,7 @@ def test_bad_model_folders(tmp_path, make, sentence):
 
 @pytest.mark.parametrize("kind", ["llama", "glm4_moe"])  # the second weighs its experts by a sigmoid
 def test_routing_replay_and_load_balancing_of_a_model_without_softmax_routers(tmp_path, kind):
-    source = {"source": {"scratch": {"architecture": kind}}}
+    source = {"source": {"scratch": {"architecture": kind, "config": {"head_dim": 32}}}}
     for more, field in (
         ({"ppo": {"routingReplay": True}}, "ppo.routingReplay"),
         ({}, "models.actor.routerAuxLossCoef"),
@@ -306,6 +306,24 @@ def test_routing_replay_and_load_balancing_of_a_model_without_softmax_routers(tm
         ]
     models = {"actor": {"source": {"scratch": {"architecture": "gpt_oss"}}}, "tokenizer": {"train": {}}}
     assert files(tmp_path, models=models, ppo={"routingReplay": True}) == []
+
+
+def test_fields_that_only_vllm_reads(tmp_path):
+    """Published models have them. A model from scratch, or one that transformers saved, may not."""
+    name = model_folder(
+        tmp_path / "m", config='{"model_type": "glm4_moe", "hidden_size": 64, "num_attention_heads": 2}'
+    )
+    scratch = {"source": {"scratch": {"architecture": "minimax_m2"}}}
+    (found,) = files(tmp_path, models=actor(name))
+    assert found == (
+        "spec.models.actor.source.path: vLLM needs head_dim in the config.json of glm4_moe models; set what the "
+        "published models have."
+    )
+    assert files(tmp_path, models=actor(name), stages=["sft"]) == []
+    (found,) = files(tmp_path, models={"actor": scratch, "tokenizer": {"train": {}}})
+    assert found.startswith("spec.models.actor.source.scratch.config: vLLM needs rotary_dim and scoring_func in")
+    scratch["source"]["scratch"]["config"] = {"rotary_dim": 64, "scoring_func": "sigmoid"}
+    assert files(tmp_path, models={"actor": scratch, "tokenizer": {"train": {}}}) == []
 
 
 def test_heads_have_the_size_that_their_family_gives_them():

@@ -296,9 +296,16 @@ def test_truncated_and_missing_files(tmp_path: Path) -> None:
         build_stage(ModelRef(head="lm", path=str(tmp_path)))
 
 
-def test_sliding_windows_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+        ("llama", {"sliding_window": 8}),  # vLLM takes it, transformers does not
+    ],
+)
+def test_sliding_windows_are_refused(family: str, fields: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match="sliding-window"):
-        load_config(ref("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1))
+        load_config(ref(family, **fields))
 
 
 def test_sequence_longer_than_opt_positions() -> None:

@@ -1,4 +1,5 @@
-"""Split backwards of stages that FSDP2 holds: the gradients of whole ones, bit by bit."""
+"""Stages that FSDP2 holds: split backwards give the gradients of whole ones, bit by bit, and what no training changes
+stays float32."""
 
 from __future__ import annotations
 
@@ -90,3 +91,33 @@ def test_split_backwards_of_sharded_stages_give_the_same_bits(
     assert all(bool(value.abs().max() > 0) for value in whole.values())
     for name, value in whole.items():
         assert torch.equal(value, halves[name]), name
+
+
+def test_what_no_training_changes_is_float32_in_sharded_passes(mesh: DeviceMesh) -> None:
+    """A router's bias that only chooses experts. Rounded, it would choose others than vLLM's."""
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    config = {**CONFIG, **experts, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+    scratch = ScratchModel(architecture="glm4_moe", config=config)
+    stage = build_stage(ModelRef(head="lm", scratch=scratch, seed=5))
+    for name, parameter in stage.named_parameters():
+        parameter.requires_grad_(name not in stage.constants)
+    groups: Any = SimpleNamespace(tp_size=1, mesh={"dp": mesh["dp"]})
+    shard(stage, groups, COMPUTE, CPU)
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+    for number in (1, 2):
+        router: Any = stage.body.layers[str(number)].mlp.gate
+        router.e_score_correction_bias.data.fill_(1 + 2**-20)
+        router.register_forward_pre_hook(
+            lambda gate, inputs: seen.append((gate.e_score_correction_bias.dtype, inputs[0].dtype))
+        )
+    set_last_backward(stage, True, False)
+    stage(torch.arange(7)[None]).float().logsumexp(-1).sum().backward()
+    assert seen == [(torch.float32, COMPUTE)] * 2
+    assert all((p.grad is None) == (name in stage.constants) for name, p in stage.named_parameters())
+    assert all(bool((stage.get_parameter(name) == 1 + 2**-20).all()) for name in stage.constants)

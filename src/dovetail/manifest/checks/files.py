@@ -75,7 +75,7 @@ def check_files(spec: RLHFJobSpec, base_dir: Path, here: bool = False) -> list[s
     """One sentence for each local file or folder that is missing, empty or unusable, and for each function whose module
     is missing. Relative paths start at `base_dir`. `here` says whether the job runs on this machine. It reads names,
     sizes and model configurations, but no data, and imports nothing."""
-    checks = (_data, _models, _heads, _experts, _shared_layers, _adapters, _tokenizer)
+    checks = (_data, _models, _heads, _served, _experts, _shared_layers, _adapters, _tokenizer)
     found = [sentence for check in checks for sentence in check(spec, base_dir)]
     return list(dict.fromkeys([*found, *missing_modules(spec, base_dir, here)]))
 
@@ -107,13 +107,16 @@ def model_configs(spec: RLHFJobSpec, base_dir: Path) -> dict[str, dict[str, Any]
     return found
 
 
-def _layers(source: ModelSource | None, base: Path) -> int | None:
-    fields: Any = None
+def _config(source: ModelSource | None, base: Path) -> dict[str, Any]:
+    """A model's configuration. It is empty if the manifest's own folders and fields do not say it."""
     if source is not None and source.scratch is not None:
-        fields = source.scratch.config
-    elif source is not None and source.path is not None:
-        fields = read_json(base / source.path / "config.json")
-    count = fields.get("num_hidden_layers") if isinstance(fields, dict) else None
+        return {"model_type": source.scratch.architecture, **source.scratch.config}
+    found = None if source is None or source.path is None else read_json(base / source.path / "config.json")
+    return found if isinstance(found, dict) else {}
+
+
+def _layers(source: ModelSource | None, base: Path) -> int | None:
+    count = _config(source, base).get("num_hidden_layers")
     return count if isinstance(count, int) else None
 
 
@@ -182,13 +185,7 @@ def _models(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
 def _family_name(spec: RLHFJobSpec, name: str, base: Path) -> Any:
     """`model_type` of a trained model. None if the manifest's own folders and configurations do not say."""
     first = owner(spec, name)
-    source = None if first is None else getattr(spec.models, first).source
-    if source is not None and source.scratch is not None:
-        return source.scratch.architecture
-    if source is not None and source.path is not None:
-        config = read_json(base / source.path / "config.json")
-        return config.get("model_type") if isinstance(config, dict) else None
-    return None
+    return _config(None if first is None else getattr(spec.models, first).source, base).get("model_type")
 
 
 def _heads(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
@@ -198,10 +195,25 @@ def _heads(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
     on_cpu = any(Role.ROLLOUT in group.roles and group.on_cpu for group in spec.groups)
     if Stage.PPO not in spec.stages or not on_cpu or source is None or source.path is None:
         return
-    config = read_json(base / source.path / "config.json")
-    known = isinstance(config, dict) and all(is_count(config.get(size, 1)) for size in SIZES)
+    config = _config(source, base)
+    known = bool(config) and all(is_count(config.get(size, 1)) for size in SIZES)
     if known and (error := cpu_head_error(config)) is not None:
         yield f"spec.models.actor.source.path: {error}; take a model of such a size, or rollouts on GPUs."
+
+
+def _served(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
+    """Fields that vLLM's class needs and the actor's configuration does not have."""
+    source = spec.models.actor.source
+    config = _config(source, base)
+    family = MODEL_FAMILIES.get(str(config.get("model_type")))
+    if Stage.PPO not in spec.stages or source is None or family is None:
+        return
+    if lacking := [name for name in family.served if config.get(name) is None]:
+        field = "path" if source.scratch is None else "scratch.config"
+        yield (
+            f"spec.models.actor.source.{field}: vLLM needs {' and '.join(lacking)} in the config.json of {family.name} "
+            "models; set what the published models have."
+        )
 
 
 def _experts(spec: RLHFJobSpec, base: Path) -> Iterator[str]:

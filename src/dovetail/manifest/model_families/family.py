@@ -124,7 +124,8 @@ class ModelFamily:
     int64 counts as two), and for numbers in the compute dtype. Cosines and sines of positions do not count, because all
     layers share them. `kept_dense` says it of a layer without experts beside layers with experts.
 
-    `rotary_fields` has the fields of `rope_parameters` by the names that only this family has in Transformers 4."""
+    `rotary_fields` has the fields of `rope_parameters` by the names that only this family has in Transformers 4.
+    `served` are fields that vLLM's class needs and transformers' class does not have. Published models have them."""
 
     name: str
     classes: str
@@ -159,6 +160,7 @@ class ModelFamily:
     kept: Mapping[str, tuple[int, int]] = field(default_factory=lambda: LLAMA_KEPT)
     kept_dense: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     rotary_fields: Mapping[str, str] = field(default_factory=dict)
+    served: tuple[str, ...] = ()
 
     @property
     def causal_lm(self) -> str:

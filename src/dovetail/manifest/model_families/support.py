@@ -28,7 +28,8 @@ def problem(config: Mapping[str, Any]) -> str | None:
         return f"rope type {rope!r} is not supported; use default, linear, yarn or llama3"
     if family.windows == "never" and _has_windows(config):
         return (
-            "sliding-window attention is not supported in this family; set use_sliding_window to false in config.json"
+            "sliding-window attention is not supported in this family; remove sliding_window and use_sliding_window "
+            "from config.json"
         )
     if other := sorted(set(config.get("layer_types") or ()) - _KINDS):
         return f"layers of type {other[0]!r} are not supported; use a model with {' and '.join(sorted(_KINDS))} only"
@@ -72,7 +73,8 @@ def target_problem(targets: Collection[str], family: ModelFamily) -> str | None:
 
 
 def _has_windows(config: Mapping[str, Any]) -> bool:
-    asked = config.get("use_sliding_window") and config.get("sliding_window")
+    # vLLM takes the window also where transformers' class does not know the field.
+    asked = config.get("use_sliding_window", True) and config.get("sliding_window")
     return bool(asked) or "sliding_attention" in (config.get("layer_types") or ())
 
 
