@@ -51,9 +51,12 @@ EXPERTS: list[dict[str, int]] = [
     *({"experts": 16}, {"chosen": 4}, {"chosen": 4, "hidden_size": 160}, {"chosen": 4, "inner": 320}),
 ]
 INNER = ("intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size")
-# Model types that pass, but that nobody can use.
+# Model types that pass with transformers' default fields, but that nobody can use.
 NOT_WANTED = {
     "phi": "vLLM loses the bias of its head when new weights arrive",
+    "deepseek_v2": "the small published models have no q_lora_rank, and the large ones need expert parallelism",
+    "granitemoeshared": "shared_intermediate_size adds a layer that Dovetail does not know yet",
+    "mellum": "its published models have windows in some layers, and transformers' default has none",
 }
 
 
