@@ -333,6 +333,9 @@ def test_heads_have_the_size_that_their_family_gives_them():
     assert head_size({"model_type": "gemma2", **sizes, "head_dim": 32}) == 32
     assert cpu_head_error({"model_type": "gemma2", **sizes}) is None
     assert cpu_head_error({"model_type": "llama", **sizes}) is not None
+    latent = {"model_type": "deepseek_v3", **sizes, "kv_lora_rank": 512}
+    assert cpu_head_error({**latent, "qk_rope_head_dim": 64}) is None
+    assert "have 544 dimensions" in str(cpu_head_error({**latent, "qk_rope_head_dim": 32}))
 
 
 def test_heads_of_a_folders_model_are_looked_at_before_the_run(tmp_path):
