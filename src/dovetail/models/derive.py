@@ -50,10 +50,7 @@ _SIZES = {
 # The fields with the number of experts that every token gets.
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 # The fields that say which layers have experts (`ModelFamily.dense_layers`).
-_PATTERN = (
-    *("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
-    *("decoder_sparse_step", "moe_layer_interval"),
-)
+_PATTERN = ("first_k_dense_replace", "num_dense_layers", "decoder_sparse_step")
 _COUNTS = {
     "count": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "chosen": ("num_experts_per_tok", "moe_k"),

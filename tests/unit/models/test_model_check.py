@@ -222,7 +222,6 @@ def test_a_folder_that_does_not_exist_is_named_at_once(
     [
         ("glm4_moe", {}),
         ("glm4_moe", {"first_k_dense_replace": 3}),
-        ("ernie4_5_moe", {"moe_layer_start_index": 2, "moe_layer_end_index": 6, "moe_layer_interval": 2}),
         ("afmoe", {"num_dense_layers": 2}),
         ("exaone_moe", {"mlp_layer_types": ["dense", "sparse", "sparse", "dense"] * 2}),
         ("hy_v3", {}),

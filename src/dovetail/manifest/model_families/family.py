@@ -221,18 +221,11 @@ class ModelFamily:
             found = [config.get(name, self.defaults.get(name)) for name in names]
             return int(next((value for value in found if value is not None), 0))
 
-        layers = told("num_hidden_layers")
         if (kinds := config.get("mlp_layer_types")) is not None:
             return frozenset(i for i, kind in enumerate(kinds) if kind == "dense")
         if isinstance(each := config.get("moe_layer_freq"), list):
             return frozenset(i for i, sparse in enumerate(each) if not sparse)
-        first = told("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-        last = told("moe_layer_end_index") or -1
-        step = told("decoder_sparse_step", "moe_layer_interval") or 1
-        without = set(config.get("mlp_only_layers") or ())
-        ends = layers if last < 0 else min(last + 1, layers)
-        sparse = {i for i in range(first, ends) if (i + 1) % step == 0} - without
-        return frozenset(range(layers)) - sparse
+        return frozenset(range(min(told("num_hidden_layers"), told("first_k_dense_replace", "num_dense_layers"))))
 
     def names(self, split: Literal["out", "in"]) -> tuple[str, ...]:
         """The names of the linear layers of which tensor-parallel ranks share that side."""
