@@ -44,16 +44,6 @@ SHARED = {
     "n_group": 1,
     "topk_group": 1,
 }
-# The latent state has the one size of vLLM's kernel for CPUs.
-LATENT = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "head_dim": 64,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "topk_method": "noaux_tc",
-}
 # By family: pipeline stages of the trainers, and sizes of the model. Qwen3 is in test_tied_job.py.
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     # Experts and sinks, whole on one stage.
@@ -74,9 +64,8 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
-    # An MLP in the first layer, shared experts, and routers with a bias that only chooses; then latent keys and values.
+    # An MLP in the first layer, shared experts, and routers with a bias that only chooses.
     "glm4_moe": (2, {**SIZES, **SHARED, "attention_bias": True}),
-    "deepseek_v3": (2, {**SIZES, **SHARED, **LATENT}),
     # The tied ones have their embedding on both stages.
     "mistral": (1, WINDOW),
     "qwen2": (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2, "tie_word_embeddings": True}),

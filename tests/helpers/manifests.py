@@ -611,4 +611,8 @@ RULES = [
         "spec.models.actor.source.scratch.config: the actor's attention heads have 16 dimensions (hidden_size / "
         "num_attention_heads); vLLM on CPUs takes 32, 64, 80,",
     ),
+    (
+        {"models.actor.source.scratch": {"architecture": "deepseek_v3"}},
+        "spec.models.actor.source.scratch.architecture: vLLM on CPUs does not compute latent keys and values",
+    ),
 ]

@@ -221,6 +221,20 @@ def begin_reload(model: Any) -> None:
         materialize_layer(module, get_layerwise_info(module))
 
 
+def loaded_parameters(model: Any) -> set[str]:
+    """The names of the parameters that come from files. Layers of latent attention keep products of others beside
+    them, which vLLM computes anew after each load."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    computed = {
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if is_deferred_attention_layer(module)
+        for name in module._parameters
+    }
+    return {name for name, _ in model.named_parameters()} - computed
+
+
 def finish_reload(model: Any, model_config: Any) -> None:
     """Announce that all weights have come."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

@@ -72,7 +72,7 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         self._receiver = WeightReceiver(device, rank, copy)
         self._family = MODEL_FAMILIES[vllm_config.model_config.hf_config.model_type]
         self._arrived: int | None = None
-        self._parameters = {name for name, _ in model.named_parameters()}
+        self._parameters = compat.loaded_parameters(model)
         # Find these now, because a session that breaks off leaves modules without the weights that they share.
         self._tied: list[Tied] = tied_modules(model)
         self._places: FixedPlaces | None = None

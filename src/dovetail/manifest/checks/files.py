@@ -198,7 +198,7 @@ def _heads(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
     config = _config(source, base)
     known = bool(config) and all(is_count(config.get(size, 1)) for size in SIZES)
     if known and (error := cpu_head_error(config)) is not None:
-        yield f"spec.models.actor.source.path: {error}; take a model of such a size, or rollouts on GPUs."
+        yield f"spec.models.actor.source.path: {error}; take another model, or rollouts on GPUs."
 
 
 def _served(spec: RLHFJobSpec, base: Path) -> Iterator[str]:

@@ -8,9 +8,11 @@ from typing import Any
 from dovetail.manifest.checks.batching import pinned_layouts
 from dovetail.manifest.checks.rules.rule import Rule, Value, ppo_rule, spec_rule
 from dovetail.manifest.checks.scratch import (
+    LATENT_ON_CPUS,
     SIZES,
     architecture_layers,
     cpu_head_error,
+    has_latent,
     head_size,
     is_count,
     unsupported_heads,
@@ -175,10 +177,13 @@ def _actor_config(spec: RLHFJobSpec) -> Mapping[str, Any]:
     return {"model_type": source.scratch.architecture, **source.scratch.config}
 
 
+def _draws_on_cpus(spec: RLHFJobSpec) -> bool:
+    return any(Role.ROLLOUT in group.roles and group.on_cpu for group in spec.groups)
+
+
 def _heads_fit(spec: RLHFJobSpec) -> bool:
     config = _actor_config(spec)
-    on_cpu = any(Role.ROLLOUT in group.roles and group.on_cpu for group in spec.groups)
-    if not on_cpu or not all(is_count(config.get(size, 1)) for size in SIZES):
+    if not _draws_on_cpus(spec) or has_latent(config) or not all(is_count(config.get(size, 1)) for size in SIZES):
         return True  # another rule is about sizes that are no numbers
     return cpu_head_error(config) is None
 
@@ -198,6 +203,10 @@ CONFIGURATION_RULES = (
         _heads_fit,
         f"spec.models.actor.source.scratch.config: {unsupported_heads('{size}')}.",
         {"size": lambda spec: head_size(_actor_config(spec))},
+    ),
+    ppo_rule(
+        lambda spec: not (_draws_on_cpus(spec) and has_latent(_actor_config(spec))),
+        f"spec.models.actor.source.scratch.architecture: {LATENT_ON_CPUS}; take rollouts on GPUs.",
     ),
     ppo_rule(
         lambda spec: _longest(spec) <= (_positions(spec) or _longest(spec)),
