@@ -193,7 +193,7 @@ def check_bill(run_dir: Path) -> None:
     assigned = sum(s.attempt for i in range(1, ITERATIONS + 1) for s in stored_samples(run_dir, i))
     if assigned == ITERATIONS * SAMPLES:
         assert bill["tokens"]["computed again"] == 0
-    assert ("steps run again" in parts) == (bill["steps_again"] > 0)
+    assert bill["steps_again"] > 0 or "steps run again" not in parts
 
 
 def check_disturbed(code: Path, run_dir: Path, peaceful: Path, lag: int, faults: list[Fault], **spec: Any) -> None:
