@@ -256,8 +256,11 @@ def test_new_weights_arrive_although_a_request_waits_for_a_silent_source(world: 
 # ---------------------------------------------------------------- the coordinator's part
 
 
-def generated(world: World, folder: Path, drain: bool) -> tuple[list[Sample], list[dict[str, Any]], Generator]:
-    """All samples of one iteration; with `drain`, those of rollout-0 move once they have some tokens."""
+def generated(
+    world: World, folder: Path, number: int, drain: bool
+) -> tuple[list[Sample], list[dict[str, Any]], Generator]:
+    """All samples of one iteration; with `drain`, those of rollout-0 move once they have some tokens. Each `number` has
+    other prompts, whose keys and values no server has."""
     events: list[dict[str, Any]] = []
 
     def log(event: str, **fields: Any) -> None:
@@ -272,7 +275,9 @@ def generated(world: World, folder: Path, drain: bool) -> tuple[list[Sample], li
             message = {key: info[key] for key in own} | {"abilities": {k: v for k, v in info.items() if k not in own}}
             place = {"kind": "rollout", "group": "rollout", "url": server.url, "ready": True}
             fleet.register(Register.model_validate(message | place))
-        store.samples.begin_iteration(1, [NewSample(i, 0, np.arange(3, 20 + i) + i, 70 + i) for i in range(8)])
+        first = 3 + 40 * number
+        prompts = [np.arange(first, first + 17 + i) + i for i in range(8)]
+        store.samples.begin_iteration(1, [NewSample(i, 0, prompt, 70 + i) for i, prompt in enumerate(prompts)])
         # Every token is seen at once: on a fast machine all are made in half a second.
         settings = GenerationSettings(stall=60, wait=60, flush=0.01, stream_interval=1)
         job = job_of(store, log=log, spec=drawn_with(SAMPLED))
@@ -319,10 +324,9 @@ def pretend_slow_prefills(generator: Generator, instance: Any) -> None:
 
 
 def test_the_coordinator_moves_keys_and_values_of_a_drained_server(world: World, tmp_path: Path) -> None:
-    undisturbed, _, _ = generated(world, tmp_path / "undisturbed", drain=False)
     for attempt in range(10):
         before = prompt_tokens(world.servers[1])
-        drained, events, generator = generated(world, tmp_path / f"drained-{attempt}", drain=True)
+        drained, events, generator = generated(world, tmp_path / f"drained-{attempt}", attempt, drain=True)
         moved = [e for e in events if e["event"] == "sample.moved"]
         # On a busy machine a sample may not have made a token yet: then there are no keys and values to move. Or the
         # server has made them all before it hears that it shall leave: then it is tried again.
@@ -335,6 +339,7 @@ def test_the_coordinator_moves_keys_and_values_of_a_drained_server(world: World,
     assert generator.kv.moves[Mechanism.KV] == len(begun)
     assert generator.kv.nbytes > 0
     assert gained(world.servers[1], before)["external_kv_transfer"] > 0
+    undisturbed, _, _ = generated(world, tmp_path / "undisturbed", attempt, drain=False)
     for a, b in zip(undisturbed, drained, strict=True):
         assert a.tokens.tolist() == b.tokens.tolist()
         assert a.finish_reason == b.finish_reason
