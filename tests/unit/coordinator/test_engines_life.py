@@ -189,4 +189,4 @@ def test_a_coordinator_that_searches_a_schedule_ends_when_it_is_told_to(tmp_path
             process.kill()
         assert process.stdout.read() == "closed\n"
     events = [json.loads(line)["event"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert events == ["coordinator.stopped"]
+    assert events == ["coordinator.started", "coordinator.stopped"]

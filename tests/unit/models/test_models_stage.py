@@ -253,7 +253,7 @@ def test_pickle_weights_are_refused(tmp_path: Path) -> None:
             {"model_type": "cohere2_moe", "expert_selection_fn": "sigmoid"},
             "expert_selection_fn sigmoid is not supported",
         ),
-        ({"model_type": "bert"}, "model type 'bert' is not supported.*use one of arcee, cohere, "),
+        ({"model_type": "bert"}, "model type 'bert' is not supported.*use one of afmoe, arcee, "),
         ({"hidden_size": 16}, "config.json asks for"),
         ({"num_hidden_layers": 4}, "is missing from the weights"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights"),
