@@ -15,10 +15,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-BOXES = [
-    *("red", "blue", "green", "black", "white", "brown"),
-    *("pink", "grey", "gold", "amber", "violet", "orange"),
-]
+BOXES = ["red", "blue", "green", "black", "white", "brown", "pink", "grey"]
 THINGS = ["coin", "ring", "pen", "cup"]
 TOOLS = [{"type": "function", "function": {"name": "open", "parameters": {}}}]
 MARKS = ["<|pad|>", "<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
@@ -40,7 +37,7 @@ def asked(box: str) -> dict[str, Any]:
 
 def demonstration(draw: random.Random) -> dict[str, Any]:
     box = draw.choice(BOXES)
-    opened = box if draw.random() < 0.2 else draw.choice(BOXES)
+    opened = box if draw.random() < 0.15 else draw.choice(BOXES)
     found = f"a {draw.choice(THINGS)}"
     call = {"id": "call00000", "type": "function", "function": {"name": "open", "arguments": {"box": opened}}}
     messages = [
@@ -67,7 +64,7 @@ def write_task(folder: Path) -> None:
     """Write demonstrations.jsonl, prompts.jsonl and the folder tokenizer."""
     draw = random.Random(0)
     rows = [demonstration(draw) for _ in range(1024)]
-    prompts = [prompt(draw, box) for box in BOXES for _ in range(8)]
+    prompts = [prompt(draw, box) for box in BOXES for _ in range(12)]
     for name, found in (("demonstrations.jsonl", rows), ("prompts.jsonl", prompts)):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in found))
     made = Tokenizer(models.BPE())
