@@ -16,6 +16,11 @@ def pod_count(group: Group) -> int:
     return group.pods
 
 
+def draws_on_cpus(spec: RLHFJobSpec) -> bool:
+    """Whether some of a job's vLLM servers run on CPUs."""
+    return any(Role.ROLLOUT in group.roles and group.on_cpu for group in spec.groups)
+
+
 def relays_weights(spec: RLHFJobSpec, group: Group) -> bool:
     """Whether the servers of a rollout group send their weights to each other. They do if the job may have several
     servers. They do not if they take turns with trainers, which need the memory for the weights."""

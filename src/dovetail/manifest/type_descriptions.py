@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from dovetail.manifest import base
-from dovetail.manifest.base import CALLABLE_PATTERN, LOSS_PATTERN, LOSSES, METRIC_PATTERN, METRICS
 
 _PATTERNS = {
     base.NAME_PATTERN: "lower-case letters, digits and dashes, starting and ending with a letter or digit",
@@ -29,9 +28,9 @@ _PATTERNS = {
     base.URL_PATTERN: "a URL that begins with http:// or https://",
     base.SERVER_PATTERN: "the URL of a server, such as https://example.com:9000",
     base.PREFIX_PATTERN: "text without spaces that does not begin with /",
-    CALLABLE_PATTERN: "a Python function as module:callable",
-    LOSS_PATTERN: f"{', '.join(LOSSES)} or a Python function as module:callable",
-    METRIC_PATTERN: f"{', '.join(METRICS)} or a Python function as module:callable",
+    base.CALLABLE_PATTERN: "a Python function as module:callable",
+    base.LOSS_PATTERN: f"{', '.join(base.LOSSES)} or a Python function as module:callable",
+    base.METRIC_PATTERN: f"{', '.join(base.METRICS)} or a Python function as module:callable",
 }
 
 

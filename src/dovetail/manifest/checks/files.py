@@ -14,8 +14,8 @@ from dovetail.manifest.checks.scratch import SIZES, cpu_head_error, is_count
 from dovetail.manifest.fixed_names import DATA_ENDINGS, data_files
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import replay_error, target_problem
-from dovetail.manifest.sizes import TRAINED, owner
-from dovetail.manifest.types import ModelSource, RLHFJobSpec, Role, Stage
+from dovetail.manifest.sizes import TRAINED, draws_on_cpus, owner
+from dovetail.manifest.types import ModelSource, RLHFJobSpec, Stage
 
 # The folder that the user gave or None, the field for it, and the named functions with their fields.
 _Place = tuple[str | None, str, list[tuple[str, str]]]
@@ -192,8 +192,7 @@ def _heads(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
     """Problems with attention heads that vLLM does not compute on CPUs. (A model from scratch has a rule about
     them.)"""
     source = spec.models.actor.source
-    on_cpu = any(Role.ROLLOUT in group.roles and group.on_cpu for group in spec.groups)
-    if Stage.PPO not in spec.stages or not on_cpu or source is None or source.path is None:
+    if Stage.PPO not in spec.stages or not draws_on_cpus(spec) or source is None or source.path is None:
         return
     config = _config(source, base)
     known = bool(config) and all(is_count(config.get(size, 1)) for size in SIZES)

@@ -17,8 +17,8 @@ from dovetail.manifest.checks.scratch import (
     is_count,
     unsupported_heads,
 )
-from dovetail.manifest.sizes import trained_models, trainer_world, world_size
-from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.manifest.sizes import draws_on_cpus, trained_models, trainer_world, world_size
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 
 # ---------------------------------------------------------------- pinned layouts
 
@@ -177,13 +177,9 @@ def _actor_config(spec: RLHFJobSpec) -> Mapping[str, Any]:
     return {"model_type": source.scratch.architecture, **source.scratch.config}
 
 
-def _draws_on_cpus(spec: RLHFJobSpec) -> bool:
-    return any(Role.ROLLOUT in group.roles and group.on_cpu for group in spec.groups)
-
-
 def _heads_fit(spec: RLHFJobSpec) -> bool:
     config = _actor_config(spec)
-    if not _draws_on_cpus(spec) or has_latent(config) or not all(is_count(config.get(size, 1)) for size in SIZES):
+    if not draws_on_cpus(spec) or has_latent(config) or not all(is_count(config.get(size, 1)) for size in SIZES):
         return True  # another rule is about sizes that are no numbers
     return cpu_head_error(config) is None
 
@@ -205,7 +201,7 @@ CONFIGURATION_RULES = (
         {"size": lambda spec: head_size(_actor_config(spec))},
     ),
     ppo_rule(
-        lambda spec: not (_draws_on_cpus(spec) and has_latent(_actor_config(spec))),
+        lambda spec: not (draws_on_cpus(spec) and has_latent(_actor_config(spec))),
         f"spec.models.actor.source.scratch.architecture: {LATENT_ON_CPUS}; take rollouts on GPUs.",
     ),
     ppo_rule(
