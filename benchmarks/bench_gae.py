@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dovetail.models.layers.logprobs import gather_logprobs
 from dovetail.trainer.algorithms.advantages import gae, grpo, whiten
-from dovetail.trainer.algorithms.balance import partition
+from dovetail.trainer.packed_batches import partition
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.recursive_gae import gae_recursive

@@ -16,7 +16,6 @@ import yaml
 from interstage.stage import Rule
 
 from asynchronous.world import TOKEN, Busy, Interval, World, length_of, serve
-from dovetail.coordinator.data.seeds import sample_seed
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.fusion.profile import StageProfile
 from dovetail.launch.ports import PortReservation
@@ -25,6 +24,7 @@ from dovetail.manifest.resolve import resolve
 from dovetail.manifest.training_types import kept_versions
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.make_plan import make_plan
+from dovetail.protocol.sampling import sample_seed
 
 MANIFEST = """
 apiVersion: dovetail.dev/v1alpha1

@@ -6,7 +6,7 @@ import torch
 
 from dovetail.protocol.weights.layout import Tensor
 from dovetail.trainer.engine.engine import Engine
-from dovetail.trainer.engine.parts import parts, senders
+from dovetail.trainer.engine.engine_model import parts, senders
 
 
 def parts_agree(engine: Engine) -> bool:

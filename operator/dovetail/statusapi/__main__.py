@@ -24,7 +24,7 @@ from dovetail.statusapi.auth import Auth
 from dovetail.statusapi.coordinator_pods import CoordinatorPods
 from dovetail.statusapi.coordinator_reader import CoordinatorReader
 from dovetail.statusapi.jobs import Service
-from dovetail.statusapi.kube import Kube, KubeClient, Object, jobs_path, page
+from dovetail.statusapi.kube import KubeClient, Object, jobs_path, page
 
 PAGE = 200  # jobs
 AT_ONCE = 16  # questions to coordinators
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if server.started else 1
 
 
-async def watch(kube: Kube, coordinators: CoordinatorReader, namespaces: tuple[str, ...], seconds: float) -> None:
+async def watch(kube: KubeClient, coordinators: CoordinatorReader, namespaces: tuple[str, ...], seconds: float) -> None:
     """Every `seconds`, ask the coordinator of each running job, so that the history is known here when a coordinator is
     gone. This runs until cancelled."""
     while True:
@@ -108,7 +108,7 @@ async def watch(kube: Kube, coordinators: CoordinatorReader, namespaces: tuple[s
         await asyncio.sleep(seconds)
 
 
-async def _look(kube: Kube, coordinators: CoordinatorReader, namespace: str | None) -> None:
+async def _look(kube: KubeClient, coordinators: CoordinatorReader, namespace: str | None) -> None:
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def ask(job: Object) -> None:

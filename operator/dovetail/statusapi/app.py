@@ -16,8 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dovetail.kube.connection import KubeError
 from dovetail.manifest.base import NAME_PATTERN
-from dovetail.protocol.files.run_rows import ROW_STAGES
-from dovetail.protocol.http.page_questions import QUESTION
+from dovetail.protocol.files.run_rows import QUESTION, ROW_STAGES
 from dovetail.statusapi.answer_room import LargeResponse, TooMany
 from dovetail.statusapi.answers import IterationList, JobDetail, JobList, PodLogList, Problem
 from dovetail.statusapi.auth import Forbidden, Unauthenticated

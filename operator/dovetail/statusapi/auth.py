@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from dovetail.manifest.describe.crd import GROUP, PLURAL
-from dovetail.statusapi.kube import Kube, create
+from dovetail.statusapi.kube import KubeClient, create
 
 T = TypeVar("T")
 CACHED = 10_000  # entries of each cache
@@ -75,7 +75,9 @@ class Auth:
     """Remembers the API server's answers for `seconds`, so a revoked right works for that time longer. Failed requests
     are not remembered."""
 
-    def __init__(self, kube: Kube, seconds: float, audiences: tuple[str, ...], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, kube: KubeClient, seconds: float, audiences: tuple[str, ...], clock: Callable[[], float]
+    ) -> None:
         self._kube, self._audiences = kube, audiences
         self._users: _Cache[User | str] = _Cache(seconds, clock)
         self._rights: _Cache[bool] = _Cache(seconds, clock)

@@ -13,7 +13,7 @@ from dovetail.kube.connection import KubeError
 from dovetail.kube.coordinator_http import NoAnswer, pod_url
 from dovetail.kube.owners import pod_of
 from dovetail.protocol.process.process_names import COORDINATOR
-from dovetail.statusapi.kube import Kube, Object, core_path, get
+from dovetail.statusapi.kube import KubeClient, Object, core_path, get
 
 REMEMBERED = 2000  # names of pods
 
@@ -21,7 +21,7 @@ REMEMBERED = 2000  # names of pods
 class CoordinatorPods:
     """Looks up the pods of coordinators. A known pod is read with one `get`, so that its address is current."""
 
-    def __init__(self, kube: Kube) -> None:
+    def __init__(self, kube: KubeClient) -> None:
         self._kube = kube
         self._names: OrderedDict[str, str] = OrderedDict()  # of pods, by the job's UID
 

@@ -19,7 +19,7 @@ from dovetail.kube.connection import KubeError
 from dovetail.protocol.files.run_rows import ROW_STAGES
 from dovetail.statusapi import view
 from dovetail.statusapi.answers import Iteration, Live
-from dovetail.statusapi.kube import Kube, Object, core_path, get
+from dovetail.statusapi.kube import KubeClient, Object, core_path, get
 
 # If a coordinator is gone, the answers come from memory. A row takes up to 3 KB there.
 REMEMBERED_JOBS, REMEMBERED_ROWS = 500, 50_000
@@ -60,7 +60,7 @@ class CoordinatorReader:
 
     def __init__(
         self,
-        kube: Kube,
+        kube: KubeClient,
         session: aiohttp.ClientSession,
         url: Callable[[Object], Awaitable[str]],
         seconds: float,

@@ -17,7 +17,7 @@ from dovetail.statusapi.answers import IterationList, Job, JobDetail, JobList, K
 from dovetail.statusapi.api_settings import ApiSettings
 from dovetail.statusapi.auth import Access, Auth, Forbidden, Unauthenticated, User
 from dovetail.statusapi.coordinator_reader import CoordinatorReader
-from dovetail.statusapi.kube import Kube, Object, core_path, get, jobs_path, page
+from dovetail.statusapi.kube import KubeClient, Object, core_path, get, jobs_path, page
 
 KEEP_ALIVE_SECONDS = 15.0
 LOG_BYTES = 4 << 20
@@ -45,7 +45,7 @@ class Service:
 
     def __init__(
         self,
-        kube: Kube,
+        kube: KubeClient,
         auth: Auth,
         coordinators: CoordinatorReader,
         settings: ApiSettings,

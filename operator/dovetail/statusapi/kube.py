@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 from dovetail.kube.connection import connect, request
@@ -11,14 +11,6 @@ from dovetail.manifest.describe.crd import GROUP, PLURAL, VERSION
 
 Object = dict[str, Any]
 PAGE_BYTES = 4 << 20  # JSON takes up to 25 times as much memory
-
-
-class Kube(Protocol):
-    """The calls. Paths are those of the Kubernetes API. Methods raise KubeError."""
-
-    async def request(
-        self, method: str, path: str, query: dict[str, str] | None = None, body: Object | None = None
-    ) -> bytes: ...
 
 
 class KubeClient:
@@ -40,11 +32,11 @@ class KubeClient:
         return await request(self._api, method, path, query, body, seconds=self._timeout, accept="*/*")
 
 
-async def get(kube: Kube, path: str, query: dict[str, str] | None = None) -> Object:
+async def get(kube: KubeClient, path: str, query: dict[str, str] | None = None) -> Object:
     return dict(json.loads(await kube.request("GET", path, query)))
 
 
-async def page(kube: Kube, path: str, query: dict[str, str], most: int) -> Object:
+async def page(kube: KubeClient, path: str, query: dict[str, str], most: int) -> Object:
     """Read at most `most` objects of a list. If a page is larger than PAGE_BYTES, it is asked for again in smaller
     parts."""
     while True:
@@ -54,7 +46,7 @@ async def page(kube: Kube, path: str, query: dict[str, str], most: int) -> Objec
         most = max(1, most // 10)
 
 
-async def create(kube: Kube, path: str, body: Object) -> Object:
+async def create(kube: KubeClient, path: str, body: Object) -> Object:
     return dict(json.loads(await kube.request("POST", path, None, body)))
 
 

@@ -11,8 +11,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.model_shape import Head
+from dovetail.manifest.sizes import has_critic, shares_body
 from dovetail.manifest.types import ModelSource, RLHFJob, RLHFJobSpec
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.files.machine_profile import Machine, ModelTimes, Profile

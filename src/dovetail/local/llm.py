@@ -41,7 +41,6 @@ try:
     import aiohttp
 
     from dovetail.coordinator.data.data_error import DataError
-    from dovetail.coordinator.data.seeds import derived_seed
     from dovetail.coordinator.data.text import tokenizer as tokenizers
     from dovetail.coordinator.data.text.chat_template import Message, chat_format
     from dovetail.coordinator.data.text.texts import Texts
@@ -49,6 +48,7 @@ try:
     from dovetail.coordinator.samples.requests import RequestRefused, ServerFailure
     from dovetail.local.vllm_stream import stream
     from dovetail.protocol.http.client_session import client_session, resend
+    from dovetail.protocol.sampling import derived_seed
     from dovetail.tools.serving.chat import REPLY_ENDS
     from dovetail.tools.serving.served_result import (
         check_served,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from dovetail.manifest.critic import shares_body
 from dovetail.manifest.fixed_names import DATA_KINDS
-from dovetail.manifest.sizes import pod_count
+from dovetail.manifest.sizes import pod_count, shares_body
 from dovetail.manifest.training_types import AUTO_LAG, REWARD_CLIP
 from dovetail.manifest.types import PPO, Dtype, Group, RLHFJob, RLHFJobSpec, Role, Stage
 

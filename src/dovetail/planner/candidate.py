@@ -12,8 +12,8 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Literal, get_args
 
-from dovetail.manifest.critic import has_critic
 from dovetail.manifest.hashing import hashed_once
+from dovetail.manifest.sizes import has_critic
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.protocol.plan import Scored
 

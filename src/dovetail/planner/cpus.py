@@ -16,9 +16,8 @@ from dovetail.fusion.profile import StageProfile
 from dovetail.fusion.scorer_queues import SimulatedScorer, Together, score
 from dovetail.fusion.stage import gather
 from dovetail.manifest.checks.batching import longest_sample, micro_batch_tokens
-from dovetail.manifest.critic import shares_body
 from dovetail.manifest.model_shape import Head, ModelShape
-from dovetail.manifest.sizes import pod_count, relays_weights, trained_models, trainer_world
+from dovetail.manifest.sizes import pod_count, relays_weights, shares_body, trained_models, trainer_world
 from dovetail.manifest.types import Dtype, Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.candidate import scorer_models
 from dovetail.planner.lags import DrawnIterations, Parts

@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 from dovetail.gpus.gpu_products import GPU, UnknownProduct, gpu
 from dovetail.manifest.checks.batching import BatchRule, longest_sample, micro_batch_tokens, pinned_layouts
-from dovetail.manifest.critic import has_critic
 from dovetail.manifest.resolve import with_lag
-from dovetail.manifest.sizes import pod_count, trained_models, trainer_ranks, trainer_world, world_size
+from dovetail.manifest.sizes import has_critic, pod_count, trained_models, trainer_ranks, trainer_world, world_size
 from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.manifest.types import Dtype, Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner import cpus, placements

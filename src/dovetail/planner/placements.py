@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 from dovetail.manifest.accelerators import sleeps
 from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample, pinned_layouts
-from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.resolve import old_is_current
-from dovetail.manifest.sizes import trained_models, world_size
+from dovetail.manifest.sizes import has_critic, shares_body, trained_models, world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner import lives
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Placement, Schedule, Share, Task

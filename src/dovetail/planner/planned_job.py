@@ -10,10 +10,9 @@ from typing import Any
 from dovetail.fusion.lengths import Lengths
 from dovetail.gpus.gpu_products import GPU, gpu
 from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample, pinned_layouts
-from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_shape import Head, ModelShape, ShapeError
-from dovetail.manifest.sizes import owner, pod_count
+from dovetail.manifest.sizes import has_critic, owner, pod_count, shares_body
 from dovetail.manifest.types import Dtype, Group, ModelSource, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner import candidate
 from dovetail.planner.candidate import Candidate, Share, Task

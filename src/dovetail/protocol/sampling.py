@@ -1,5 +1,5 @@
-"""The fields of a sample's request that are vLLM's SamplingParams. The coordinator writes them, and rollouts read
-them.
+"""The fields of a sample's request that are vLLM's SamplingParams, and the seeds of samples. The coordinator writes
+them, and rollouts read them.
 
 Two samplers draw the same sample for the same (seed, position) on every server. So another server can continue a
 response from the prompt and the tokens so far:
@@ -11,6 +11,7 @@ A server reports which one it has."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, Literal
 
 from dovetail.manifest.types import Generation, RLHFJobSpec
@@ -89,3 +90,14 @@ def sampling_params(
         params["top_k"] = generation.top_k
         params["seed"] = seed
     return params
+
+
+def derived_seed(*key: int | str) -> int:
+    """The 63-bit seed of a key: the first 8 bytes of its SHA-256, without the sign bit."""
+    digest = hashlib.sha256("\x1f".join(str(part) for part in key).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def sample_seed(job_seed: int, iteration: int, prompt_index: int, sample_index: int) -> int:
+    """The seed of one sample, 0 <= seed < 2**63. Every server draws the same tokens with it, at any time."""
+    return derived_seed("sample", job_seed, iteration, prompt_index, sample_index)

@@ -20,7 +20,7 @@ from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.reporting.model_card import CardFacts
 from dovetail.coordinator.reporting.model_files import describe_model
 from dovetail.gpus.gpu_products import gpu, is_known
-from dovetail.manifest.critic import has_critic
+from dovetail.manifest.sizes import has_critic
 from dovetail.manifest.types import Dtype, RLHFJob, RLHFJobSpec, Role, Stage
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.files.durable import read_object

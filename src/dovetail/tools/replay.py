@@ -36,7 +36,7 @@ from dovetail.launch.local.launcher import spawn_kind
 from dovetail.launch.ports import PortReservation
 from dovetail.launch.processes import HOST, ProcessSpec, port_names, render
 from dovetail.launch.supervisor import cpu_threads
-from dovetail.manifest.critic import has_critic
+from dovetail.manifest.sizes import has_critic
 from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.http import serving

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.coordinator.data.collection import Blend, hold_out, split
-from dovetail.coordinator.data.seeds import derived_seed, sample_seed
+from dovetail.protocol.sampling import derived_seed, sample_seed
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 shares = st.fixed_dictionaries({k: st.floats(0, 10) for k in ("sft", "reward", "ppo")}).filter(

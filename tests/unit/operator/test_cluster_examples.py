@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from dovetail.cli.main import cli
 from dovetail.kube import names
-from dovetail.manifest.checks.unexecuted import warnings
+from dovetail.manifest.checks.validation import warnings
 from dovetail.manifest.documents import parse, read_yaml
 from dovetail.manifest.resolve import resolve
 from dovetail.operator.operator_settings import OperatorSettings

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from test_placement_job import spec
 
-from dovetail.manifest.checks.unexecuted import warnings
+from dovetail.manifest.checks.validation import warnings
 from dovetail.manifest.types import PPO, RLHFJobSpec
 from dovetail.planner.candidate import scorer_models
 from dovetail.planner.make_plan import make_plan

@@ -6,7 +6,7 @@ import pytest
 
 from dovetail.coordinator.schedules.step_commands import serial_1f1b
 from dovetail.gpus.gpu_products import gpu
-from dovetail.manifest.checks.unexecuted import warnings
+from dovetail.manifest.checks.validation import warnings
 from dovetail.manifest.documents import parse
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.candidate import Candidate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dovetail.manifest.checks.unexecuted import warnings
+from dovetail.manifest.checks.validation import warnings
 from dovetail.manifest.status import PlanStatus, RLHFJobStatus
 from dovetail.manifest.types import Parallelism
 from dovetail.operator.reconcile import progress, reasons

@@ -6,16 +6,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
-from torch import Tensor
 
 from dovetail.gpus.gpu_failure import context_is_lost, names_cuda
 from dovetail.protocol.http import serving
@@ -37,13 +36,6 @@ class LoadRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     models: dict[str, ModelRef]
-
-
-class Receiving(Protocol):
-    """The part of `WeightReceiver` that is used here."""
-
-    def receive(self, receive: Receive) -> Iterator[tuple[str, Tensor]]: ...
-    def close(self) -> None: ...
 
 
 class Metrics:
@@ -81,12 +73,12 @@ class ScorerService:
         scorer: ModelScorer,
         log: Log,
         metrics: Metrics | None = None,
-        receiver: Receiving | None = None,
+        receiver: WeightReceiver | None = None,
         temperature: float = 1.0,
     ) -> None:
         self.scorer, self.log, self.temperature = scorer, log, temperature
         self.metrics = metrics or Metrics()
-        self._receiver: Receiving = receiver or WeightReceiver(scorer.device)
+        self._receiver = receiver or WeightReceiver(scorer.device)
         self._forward = ThreadPoolExecutor(1, thread_name_prefix="forward")
         self._transfer = ThreadPoolExecutor(1, thread_name_prefix="transfer")
 

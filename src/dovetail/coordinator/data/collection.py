@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import Fingerprint, compare, fingerprint
 from dovetail.coordinator.data.records import STAGE_OF, Demonstration, Judged, Labelled, Prompt, Records
-from dovetail.coordinator.data.seeds import derived_seed
 from dovetail.coordinator.data.sources import Rows, identity, load
 from dovetail.coordinator.data.text.chat_template import ChatFormat
 from dovetail.manifest.fixed_names import DataKind
 from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.protocol.sampling import derived_seed
 
 Indices = NDArray[np.int64]
 

@@ -10,13 +10,14 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.data_files import content_digest, source_files
 from dovetail.coordinator.data.downloads.hub import read_json
 from dovetail.coordinator.data.records import Records
 from dovetail.coordinator.data.sources import Rows
+from dovetail.coordinator.store.store import KeyValues
 from dovetail.manifest.checks.model_contents import INDEX, weight_files
 from dovetail.manifest.types import DataSource, RLHFJobSpec
 
@@ -107,13 +108,6 @@ _READ = re.compile(
 _TICK_NS = 100_000_000
 
 
-class FolderRecords(Protocol):
-    """The parts of the store that are used here."""
-
-    def get(self, key: str) -> Any: ...
-    def put(self, key: str, value: object) -> None: ...
-
-
 class ModelFolders:
     """Shows whether the folders that the job's processes load are what they were when the run first had them. A file is
     read whole once. Later it is read again only if its size, times or inode differ.
@@ -121,7 +115,7 @@ class ModelFolders:
     `sources` has the models' folders by name. The run's own folders, such as models/sft, are below `run_dir`. Call it
     in the thread of the store."""
 
-    def __init__(self, run_dir: Path, sources: Mapping[str, object], records: FolderRecords) -> None:
+    def __init__(self, run_dir: Path, sources: Mapping[str, object], records: KeyValues) -> None:
         self._run_dir, self._records = run_dir, records
         self._names = {path: f"spec.models.{name}" for name, path in sources.items() if isinstance(path, Path)}
 

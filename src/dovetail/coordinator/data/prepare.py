@@ -24,7 +24,6 @@ from dovetail.coordinator.data.downloads.hub import Hub, read_json
 from dovetail.coordinator.data.downloads.model_folders import check_scores, check_weights, resolve, scratch_config
 from dovetail.coordinator.data.fingerprints import Fingerprint
 from dovetail.coordinator.data.records import Prompt, equal_pairs, plain_fields
-from dovetail.coordinator.data.seeds import derived_seed
 from dovetail.coordinator.data.sources import CHECKED, Rows
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.coordinator.data.text.chat_template import ChatFormat, chat_format
@@ -47,6 +46,7 @@ from dovetail.manifest.sizes import TRAINED, owner
 from dovetail.manifest.types import LoRA, ModelSource, RLHFJobSpec, ScratchModel, Stage, TrainedModel
 from dovetail.protocol.files.durable import sync
 from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.sampling import derived_seed
 from dovetail.protocol.wire import Arrays
 
 CENTRING_LIMIT = 512

@@ -61,7 +61,7 @@ from dovetail.coordinator.workers.publishing import Publisher
 from dovetail.coordinator.workers.ranks import Ranks
 from dovetail.coordinator.workers.trainer_group import TrainerGroup
 from dovetail.coordinator.workers.weights import Weights
-from dovetail.manifest.critic import has_critic
+from dovetail.manifest.sizes import has_critic
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.http import serving

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.coordinator.data.prepare import GivenPrompt, Prepared, PromptRecord
-from dovetail.coordinator.data.seeds import sample_seed
 from dovetail.coordinator.data.text.texts import Texts
 from dovetail.coordinator.job import Job
 from dovetail.coordinator.rewards.calls import Calls, evaluation_slot
@@ -39,7 +38,7 @@ from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.coordinator.workers.weights import Weights
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import Span
-from dovetail.protocol.sampling import asked_of_servers
+from dovetail.protocol.sampling import asked_of_servers, sample_seed
 from dovetail.protocol.wire import SampleArrays
 
 # further(round, number of prompts, texts that the iteration has used) returns other prompts.

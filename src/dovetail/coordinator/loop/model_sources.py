@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from dovetail.manifest.critic import shares_body
+from dovetail.manifest.sizes import shares_body
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import ModelRef
 

@@ -27,8 +27,8 @@ from dovetail.coordinator.store.samples import State
 from dovetail.coordinator.store.store import in_slices
 from dovetail.coordinator.workers.ranks import Ranks, StagePlan
 from dovetail.coordinator.workers.weights import Weights
-from dovetail.manifest.critic import has_critic
 from dovetail.manifest.resolve import ppo_config
+from dovetail.manifest.sizes import has_critic
 from dovetail.manifest.types import KL, RLHFJobSpec, Stage
 from dovetail.protocol import clock
 from dovetail.protocol.experience import Experience

@@ -15,7 +15,8 @@ from dovetail.coordinator.schedules.stored_schedule import applies, scheduled
 from dovetail.coordinator.serving.served_batches import Batches
 from dovetail.coordinator.store.identity import check_model
 from dovetail.coordinator.store.manifest_changes import Settled
-from dovetail.coordinator.workers.ranks import Ranks, StagePlan, StepRecords
+from dovetail.coordinator.store.store import KeyValues
+from dovetail.coordinator.workers.ranks import Ranks, StagePlan
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import CommandResult, ModelRef, Step
 
@@ -60,7 +61,7 @@ class Hooks:
     wall_seconds: Callable[[], float]
 
 
-async def run_supervised(stage: SupervisedStage, session: Ranks, records: StepRecords, hooks: Hooks) -> None:
+async def run_supervised(stage: SupervisedStage, session: Ranks, records: KeyValues, hooks: Hooks) -> None:
     """Run the stage. It continues at the step that its records name. Raises TrainerError.
 
     Facts: <stage>/before and <stage>/after hold the evaluation's metrics. <stage>/done says that the export is

@@ -17,17 +17,17 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from dovetail.coordinator.data.prepare import PromptRecord
-from dovetail.coordinator.data.seeds import derived_seed
 from dovetail.coordinator.reporting.results import mean_ci95
 from dovetail.coordinator.reporting.run_records import RunRecords
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
 from dovetail.coordinator.rewards.calls import evaluation_slot
-from dovetail.coordinator.samples.evaluation_metrics import HeldOutAnswer
+from dovetail.coordinator.samples.evaluation_metrics import EvaluationMetrics, HeldOutAnswer
 from dovetail.manifest.types import Evaluation, RLHFJobSpec
 from dovetail.protocol.files.run_rows import EVALUATION
+from dovetail.protocol.sampling import derived_seed
 
 BEFORE, AFTER = "before_ppo", "after_ppo"
 BEFORE_SFT_FACT = "before_sft"
@@ -43,17 +43,6 @@ _WHEN = ("everyIterations", "keepBest", "stopAfterNoGain")
 Answering = Callable[
     [int, Sequence[PromptRecord], Sequence[Sequence[int]], float | None, bool], Awaitable[list[HeldOutAnswer]]
 ]
-
-
-class Measures(Protocol):
-    """The measures of the answers. `EvaluationMetrics` implements them."""
-
-    names: list[str]
-
-    @property
-    def rewarded(self) -> bool: ...
-    async def check(self, prompts: Sequence[PromptRecord]) -> None: ...
-    async def measure(self, version: int, answers: Sequence[HeldOutAnswer]) -> dict[str, list[float]]: ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +80,7 @@ class Evaluator:
         self,
         spec: RLHFJobSpec,
         prompts: Callable[[], list[PromptRecord]],
-        metrics: Measures,
+        metrics: EvaluationMetrics,
         answer: Answering,
         records: RunRecords,
     ) -> None:

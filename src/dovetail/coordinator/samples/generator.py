@@ -15,12 +15,13 @@ from dovetail.coordinator.samples.allotment import Allotment
 from dovetail.coordinator.samples.drawing import Drawing, DrawingFollower, Shared
 from dovetail.coordinator.samples.in_flight import Generated, GenerationSettings, request_id
 from dovetail.coordinator.samples.kv_migration import KVMigration
-from dovetail.coordinator.samples.lineup import Lineup, Turn, Versions
+from dovetail.coordinator.samples.lineup import Lineup, Turn
 from dovetail.coordinator.samples.migrations import StopStrings
 from dovetail.coordinator.samples.requests import Requests
 from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.store.samples import Sample, State
 from dovetail.coordinator.workers.fleet import Fleet
+from dovetail.coordinator.workers.weights import Weights
 from dovetail.manifest.types import Generation
 from dovetail.protocol.sampling import asked_of_servers
 
@@ -35,7 +36,7 @@ class Generator:
         self,
         job: Job,
         fleet: Fleet,
-        weights: Versions,
+        weights: Weights,
         token: str,
         decode: Callable[[Sequence[int]], str] | None = None,
         settings: GenerationSettings | None = None,

@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from dovetail.coordinator.samples.allotment import Allotment, Left
 from dovetail.coordinator.workers.fleet import Fleet, Instance
+from dovetail.coordinator.workers.weights import Weights
 from dovetail.protocol.process.endings import cancel
 
 KIND = "rollout"
@@ -25,12 +26,6 @@ class Drawn(Protocol):
 
     def on(self, name: str) -> bool:
         """Whether a server has any of its samples."""
-
-
-class Versions(Protocol):
-    """The part of `Weights` that is used here."""
-
-    def begin(self, version: int) -> None: ...
 
 
 class Turn:
@@ -120,7 +115,7 @@ class Lineup:
     and so do servers that no iteration can use yet."""
 
     def __init__(
-        self, fleet: Fleet, weights: Versions, allotment: Allotment, lag: int, log: Callable[..., None]
+        self, fleet: Fleet, weights: Weights, allotment: Allotment, lag: int, log: Callable[..., None]
     ) -> None:
         self._fleet, self._weights, self._log = fleet, weights, log
         self._allotment = allotment

@@ -13,7 +13,7 @@ from dovetail.coordinator.samples.model_sets import ModelSet, model_sets
 from dovetail.coordinator.samples.scoring import Scorer, ScorerPool, load_models
 from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.coordinator.workers.preparing import Preparing
-from dovetail.manifest.critic import has_critic
+from dovetail.manifest.sizes import has_critic
 from dovetail.protocol.process.process_names import rollout_of
 
 LOAD_SECONDS = 600.0

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encode, trained_layouts
 from dovetail.coordinator.schedules.training_schedule import (
@@ -30,6 +30,7 @@ from dovetail.coordinator.schedules.training_schedule import (
     shared_layouts,
     training_problem,
 )
+from dovetail.coordinator.store.store import KeyValues
 from dovetail.manifest.checks.batching import batch_rules
 from dovetail.manifest.types import RLHFJobSpec, Role, Stage
 from dovetail.pipelines import (
@@ -77,13 +78,6 @@ SPLIT_RECOMPUTES = "a split backward would recompute a layer's activations for e
 SPLIT_GATHERS = "a layer's weights are not there any more for the second half of a split backward (spec.plan.zero3)"
 
 
-class ScheduleRecords(Protocol):
-    """The parts of the store that are used here."""
-
-    def get(self, key: str) -> Any: ...
-    def put(self, key: str, value: object) -> None: ...
-
-
 @dataclass(frozen=True)
 class KeptPlacement:
     """The placement that a run keeps. `reverse` says whether the critic's stages run in the opposite direction to the
@@ -100,7 +94,7 @@ class KeptPlacement:
         return dict(self.own) or shared_layouts(trained_layouts(plan, stage), self.reverse, self.chunks, self.loop)
 
 
-def stored_placement(records: ScheduleRecords, stage: Stage = Stage.PPO) -> KeptPlacement | None:
+def stored_placement(records: KeyValues, stage: Stage = Stage.PPO) -> KeptPlacement | None:
     """The stage's placement in the store. None before its first choice."""
     kept = records.get(f"{stage.value}/placement")
     if not isinstance(kept, dict):
@@ -109,7 +103,7 @@ def stored_placement(records: ScheduleRecords, stage: Stage = Stage.PPO) -> Kept
     return KeptPlacement(bool(kept["reverse"]), int(kept.get("chunks") or 1), own, bool(kept.get("loop")))
 
 
-def stored_layouts(records: ScheduleRecords, plan: Plan) -> dict[str, Layout]:
+def stored_layouts(records: KeyValues, plan: Plan) -> dict[str, Layout]:
     """The layouts of actor and critic that the run has stored. {} if they are where the plan puts them."""
     kept = stored_placement(records)
     return {} if kept is None else kept.layouts(plan)
@@ -139,7 +133,7 @@ class Scheduling:
         self,
         spec: RLHFJobSpec,
         plan: Plan,
-        records: ScheduleRecords,
+        records: KeyValues,
         run_dir: Path,
         log: Callable[..., None],
         stage: Stage = Stage.PPO,

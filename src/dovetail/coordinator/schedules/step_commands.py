@@ -8,8 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from dovetail.manifest.checks.batching import batch_rules
-from dovetail.manifest.critic import has_critic
-from dovetail.manifest.sizes import world_size
+from dovetail.manifest.sizes import has_critic, world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.pipelines import ALONE, ModelPipelines, ScheduleError, ScheduleProblem, interleaved_family, one_f_one_b
 from dovetail.pipelines.families import fixed_schedule

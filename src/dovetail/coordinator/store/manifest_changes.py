@@ -6,8 +6,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from dovetail.coordinator.store.store import KeyValues
 from dovetail.manifest.checks.changes import changes
 from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage
 from dovetail.protocol.messages import Step
@@ -22,14 +23,6 @@ class ChangeError(Exception):
     """The run does not allow this change. The message is one sentence that names the field."""
 
 
-class RunFacts(Protocol):
-    """The parts of the store used here."""
-
-    def get(self, key: str) -> Any: ...
-    def put_all(self, values: dict[str, object]) -> None: ...
-    def items(self, namespace: str) -> dict[str, Any]: ...
-
-
 @dataclass(frozen=True)
 class RunPosition:
     """The run's current stage, and its last settled step. A step is settled when its batch and facts are stored."""
@@ -38,7 +31,7 @@ class RunPosition:
     step: int
 
 
-def position(stages: list[Stage], records: RunFacts) -> RunPosition:
+def position(stages: list[Stage], records: KeyValues) -> RunPosition:
     """The run's position."""
     for stage in stages:
         if stage is not Stage.PPO and not records.get(f"{stage.value}/done"):
@@ -49,7 +42,7 @@ def position(stages: list[Stage], records: RunFacts) -> RunPosition:
     return RunPosition(Stage.PPO, step + 1 if records.get(f"ppo/{step + 1}/facts") is not None else step)
 
 
-def check(spec: RLHFJobSpec, records: RunFacts) -> None:
+def check(spec: RLHFJobSpec, records: KeyValues) -> None:
     """Check that the run with these `records` can continue with `spec`. Raises ChangeError if it cannot."""
     found = _found(spec, records)
     for change in found:
@@ -63,13 +56,13 @@ def check(spec: RLHFJobSpec, records: RunFacts) -> None:
         )
 
 
-def remember(spec: dict[str, Any], records: RunFacts) -> None:
+def remember(spec: dict[str, Any], records: KeyValues) -> None:
     """Store the run's spec so far (a JSON document), if an earlier release began the run and did not store it."""
     if records.get(SPEC) is None:
         records.put_all({SPEC: spec})
 
 
-def adopt(spec: RLHFJobSpec, records: RunFacts, log: Callable[..., None], *, guarded: bool = False) -> None:
+def adopt(spec: RLHFJobSpec, records: KeyValues, log: Callable[..., None], *, guarded: bool = False) -> None:
     """Use `spec` from now on, and record what changed since the run's last manifest. Raises ChangeError for a change
     that is not allowed, unless `guarded` is true. It is true on a cluster, because only the defaults of a new release
     can differ there, and that is no reason to end a job."""
@@ -91,7 +84,7 @@ def adopt(spec: RLHFJobSpec, records: RunFacts, log: Callable[..., None], *, gua
     records.put_all(values)
 
 
-def reshard(spec: RLHFJobSpec, plan: Plan, records: RunFacts, log: Callable[..., None]) -> None:
+def reshard(spec: RLHFJobSpec, plan: Plan, records: KeyValues, log: Callable[..., None]) -> None:
     """Take the trainers of `plan` from now on. If the run had others, whose steps since the last checkpoint are run
     again by these: forget the schedules that were cut for the others, and record from which step on bits differ."""
     now = plan.model_dump(mode="json", include={"parallelism", "schedule", "chunks"})
@@ -119,7 +112,7 @@ def ranks_text(plan: Plan) -> str:
     return f"{plan.world_size} ({'; '.join(layouts)})"
 
 
-def _found(spec: RLHFJobSpec, records: RunFacts) -> list[Any]:
+def _found(spec: RLHFJobSpec, records: KeyValues) -> list[Any]:
     old = records.get(SPEC)
     return [] if old is None else changes(old, spec)
 
@@ -127,7 +120,7 @@ def _found(spec: RLHFJobSpec, records: RunFacts) -> list[Any]:
 class Settled:
     """The settings of each step. A step that is run again has the settings of its first run."""
 
-    def __init__(self, spec: RLHFJobSpec, records: RunFacts) -> None:
+    def __init__(self, spec: RLHFJobSpec, records: KeyValues) -> None:
         self._spec = spec
         self._changes = list(records.get(CHANGES) or [])
 

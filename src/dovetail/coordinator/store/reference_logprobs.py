@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
 
 import numpy as np
 
+from dovetail.coordinator.store.store import KeyValues
 from dovetail.protocol.wire import Arrays
 
 NAMESPACE = "reference"
 PREFIXES = ("", "kl_")
-
-
-class ReferenceStore(Protocol):
-    """The parts of the store used here."""
-
-    def items(self, namespace: str) -> dict[str, Any]: ...
-    def put(self, key: str, value: object) -> None: ...
 
 
 class ReferenceLogprobs:
@@ -26,7 +19,7 @@ class ReferenceLogprobs:
 
     The tokens identify a response, so a pair that comes again in a later epoch is not computed again."""
 
-    def __init__(self, records: ReferenceStore) -> None:
+    def __init__(self, records: KeyValues) -> None:
         self._records = records
         self._found: dict[str, float] | None = None
 

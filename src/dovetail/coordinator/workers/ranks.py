@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.job import Job
@@ -59,14 +59,6 @@ class StagePlan:
     zero3: list[str] = field(default_factory=list)
 
 
-class StepRecords(Protocol):
-    """The parts of the store that are used here."""
-
-    def get(self, key: str) -> object: ...
-    def put(self, key: str, value: object) -> None: ...
-    def sync(self) -> None: ...
-
-
 class Ranks:
     """The commands of one job to its trainers. Calls run one after another. Each survives any number of lost
     generations. The launcher limits restarts."""
@@ -81,7 +73,7 @@ class Ranks:
         # It is set once the job's models are known. It says before each load whether they are what they were.
         self.folders: ModelFolders | None = None
         self._group = group
-        self._records: StepRecords = job.store
+        self._records = job.store
         self._dir = job.folder / "checkpoints"
         self._keep = job.spec.checkpoint.keep
         self._join_timeout = job.start_seconds

@@ -7,9 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
 
-from dovetail.coordinator.workers.publishing import Target
+from dovetail.coordinator.workers.fleet import Fleet
+from dovetail.coordinator.workers.publishing import Publisher, Target
 from dovetail.protocol.process.endings import cancel
 
 # If this many servers could not send to a receiver, the receiver may be the cause. It then gets its weights from the
@@ -60,27 +60,6 @@ def choose_senders(
     return chosen
 
 
-class RelayFleet(Protocol):
-    """The parts of the fleet that are used here."""
-
-    def holders(self, version: int) -> Sequence[Target]:
-        """The rollouts that serve the version."""
-
-    def weights_acked(self, name: str, incarnation: str, version: int) -> None: ...
-    def transfer_failed(self, name: str, incarnation: str, blamed: bool) -> None: ...
-    def update(self, name: str, updating: bool) -> None: ...
-
-
-class RelayPublisher(Protocol):
-    """The parts of the publisher that are used here."""
-
-    def has_probe(self, version: int) -> bool:
-        """Whether a server can be asked to prove that it serves the version."""
-
-    async def relay(self, version: int, sender: Target, receiver: Target) -> str | None:
-        """Let the sender send the version to the receiver. Returns the error, or None."""
-
-
 @dataclass(frozen=True)
 class _Relay:
     sender: Target
@@ -95,8 +74,8 @@ class Relays:
 
     def __init__(
         self,
-        fleet: RelayFleet,
-        publisher: RelayPublisher,
+        fleet: Fleet,
+        publisher: Publisher,
         prepare: Callable[[Target], Awaitable[None]],
         log: Callable[..., None],
         clock: Callable[[], float] = time.monotonic,

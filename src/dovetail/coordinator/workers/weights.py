@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from dovetail.coordinator.job import Job
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT, weights_name
+from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.coordinator.workers.preparing import Preparing
 from dovetail.coordinator.workers.publishing import Published, Publisher, Target
 from dovetail.coordinator.workers.ranks import Ranks
@@ -29,38 +30,6 @@ LOADING_SECONDS = 900.0
 # After a failed transfer to an unreliable instance alone, the pause is PAUSE times as long as the attempt. It doubles
 # after each further failure, because the trainers can do nothing else during an attempt.
 PAUSE, LONGEST_PAUSE_SECONDS = 4.0, 600.0
-
-
-class Receivers(Protocol):
-    """The parts of the fleet that are used here. `versioned` has the kinds of instances that take weights."""
-
-    @property
-    def versioned(self) -> frozenset[str]: ...
-
-    def stale_targets(self, version: int) -> Sequence[Target]:
-        """The instances that are running but lack the version that they must hold. That is `version`, or another one
-        that the target names."""
-
-    def want(self, versions: Mapping[str, int]) -> None:
-        """Set the version that each of these instances must hold. All others must hold the current version."""
-
-    def holders(self, version: int) -> Sequence[Target]:
-        """The rollouts that serve the version."""
-
-    def has_current(self, kind: str) -> bool:
-        """Whether an instance of that kind may take work."""
-
-    def has_come(self, kind: str) -> bool:
-        """Whether an instance of that kind is running, with any weights."""
-
-    def weights_acked(self, name: str, incarnation: str, version: int) -> None: ...
-    def transfer_failed(self, name: str, incarnation: str, blamed: bool) -> None: ...
-    def update(self, name: str, updating: bool) -> None:
-        """Record that a transfer to an instance begins or has ended."""
-
-    def failed(self, name: str, reason: str) -> None: ...
-    def describe(self) -> str:
-        """One line about every instance, for error messages."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +74,7 @@ class Weights:
     def __init__(
         self,
         job: Job,
-        fleet: Receivers,
+        fleet: Fleet,
         publisher: Publisher,
         ranks: Ranks,
         devices: Preparation,

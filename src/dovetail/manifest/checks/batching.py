@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dovetail.manifest.critic import has_critic
+from dovetail.manifest.sizes import has_critic
 from dovetail.manifest.training_types import PPO, Supervised
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 

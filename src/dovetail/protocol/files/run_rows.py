@@ -1,5 +1,5 @@
-"""The rows of a run's files: the stages in history.jsonl, and the choice of samples for `dovetail samples` and
-`Cluster.samples`."""
+"""What is asked about a run: the stages in history.jsonl, the choice of samples for `dovetail samples` and
+`Cluster.samples`, and the questions of the run page."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from typing import Any
 
 from dovetail.manifest.types import Stage
 
+_NUMBER = "[0-9]{1,9}"
+# The run page's questions, as paths below a coordinator's /v1/page/ or below a run in `dovetail ui`. It is a regular
+# expression for a whole path. Only its numbers ever get into a file's name. `samples/12/rows/200` asks for the complete
+# rows of iteration 12, from the 200th on.
+QUESTION = (
+    f"overview|events|bill|(?:history|samples|evaluation|timeline|schedule)/{_NUMBER}|evaluation/-1"
+    f"|sample/{_NUMBER}/{_NUMBER}/{_NUMBER}|samples/{_NUMBER}/rows/{_NUMBER}|evaluation/(?:-1|{_NUMBER})/rows/{_NUMBER}"
+)
 EVALUATION = "evaluation"
 # The values of a row's `stage`. The step of an evaluation is the iteration after which the weights were evaluated.
 ROW_STAGES = (*(stage.value for stage in Stage), EVALUATION)

@@ -23,7 +23,7 @@ from dovetail.protocol.messages import Action, Load, Step
 from dovetail.trainer.communication.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.engine import checkpoint
 from dovetail.trainer.engine.action_measures import Collected
-from dovetail.trainer.engine.engine_model import EngineModel, EngineState
+from dovetail.trainer.engine.engine_model import EngineModel, EngineState, parts, senders
 from dovetail.trainer.engine.executor import Executor, MicroBatch, Pipe, Record, agree_on_work, check_actions
 from dovetail.trainer.engine.model_export import export_model
 from dovetail.trainer.engine.optim import OptimizerStep, ema_update, local
@@ -34,7 +34,6 @@ from dovetail.trainer.engine.parallel import (
     take_gradients,
     take_split_gradients,
 )
-from dovetail.trainer.engine.parts import parts, senders
 from dovetail.trainer.engine.reduction import Reduction
 from dovetail.trainer.weight_sender import Source, WeightParts
 

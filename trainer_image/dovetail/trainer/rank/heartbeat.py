@@ -7,26 +7,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from dovetail.protocol.messages import Heartbeat
 from dovetail.protocol.process.endings import SUPERSEDED
 from dovetail.protocol.process.pulse import PROGRESS, Pulse
+from dovetail.trainer.communication.groups import Groups
 from dovetail.trainer.rank.coordinator_client import RankProcess
 
 INTERVAL_SECONDS = 2.0
 STILL_BEATS = 5  # without progress before it is told where the rank stands
-
-
-class Abortable(Protocol):
-    """The process groups of a generation, as the heartbeat thread needs them. Both methods may be called while the main
-    thread waits in a group."""
-
-    def overdue(self) -> str | None:
-        """One sentence about a peer for which this rank has waited longer than the groups' deadline, or None."""
-
-    def abort(self, reason: str) -> None:
-        """End all waits in the groups, which then raise PeerLost with the reason."""
 
 
 class HeartbeatThread:
@@ -54,7 +43,7 @@ class HeartbeatThread:
         self._lock = threading.Lock()
         self._generation: int | None = None
         self._grace = 0.0
-        self._groups: Abortable | None = None
+        self._groups: Groups | None = None
         self._superseded_at: float | None = None
         self._cancelled: str | None = None
         # The commands for which the coordinator waits, and the time of the request for them.
@@ -70,7 +59,7 @@ class HeartbeatThread:
     def stop(self) -> None:
         self._stop.set()
 
-    def enter(self, generation: int, grace: float, groups: Abortable | None = None) -> None:
+    def enter(self, generation: int, grace: float, groups: Groups | None = None) -> None:
         """Record that this rank now belongs to `generation`. When that is over, the rank has `grace` seconds to leave,
         and `groups` are aborted."""
         with self._lock:

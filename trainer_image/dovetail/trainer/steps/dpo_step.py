@@ -14,7 +14,7 @@ from dovetail.manifest.types import DPO
 from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Evaluate, Step
 from dovetail.protocol.wire import Arrays
-from dovetail.trainer.algorithms.preference_losses import kl_estimate, labelled_loss, preference_loss
+from dovetail.trainer.algorithms.losses import kl_estimate, labelled_loss, preference_loss
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.engine.executor import MicroBatch
 from dovetail.trainer.packed_batches import Packed, Sequences, moved, pair_lengths, read, unpacked

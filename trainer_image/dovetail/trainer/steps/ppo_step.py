@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.manifest.critic import value_coef
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.resolve import old_is_current, ppo_config
+from dovetail.manifest.sizes import value_coef
 from dovetail.models import Outputs
 from dovetail.models.layers.logprobs import Entropy
 from dovetail.models.layers.predictions import Predicted, Predictions

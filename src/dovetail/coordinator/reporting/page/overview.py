@@ -23,7 +23,7 @@ from dovetail.coordinator.reporting.summary_rows import (
     stage_seconds,
 )
 from dovetail.coordinator.reporting.time_left import TimeLeft
-from dovetail.manifest.critic import has_critic
+from dovetail.manifest.sizes import has_critic
 from dovetail.manifest.training_types import Optimizer
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage, TrainedModel
 from dovetail.protocol.prediction import MEASURED_NAMES

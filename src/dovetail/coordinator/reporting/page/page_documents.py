@@ -20,7 +20,7 @@ from dovetail.coordinator.reporting.page.rollout_table import life, staleness, t
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT, Row
 from dovetail.manifest.types import RLHFJob, Stage
-from dovetail.protocol.http.page_questions import QUESTION
+from dovetail.protocol.files.run_rows import QUESTION
 from dovetail.protocol.wire import Arrays
 from dovetail.web.page_files import frozen_page
 

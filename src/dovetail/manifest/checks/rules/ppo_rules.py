@@ -13,7 +13,7 @@ from dovetail.manifest.checks.batching import (
     pinned_layouts,
 )
 from dovetail.manifest.checks.rules.rule import CALLS, Rule, Value, one_of, ppo_rule, spec_rule
-from dovetail.manifest.critic import shares_body
+from dovetail.manifest.sizes import shares_body
 from dovetail.manifest.training_types import Optimizer
 from dovetail.manifest.types import RLHFJobSpec, Stage
 
