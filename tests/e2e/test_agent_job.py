@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from dovetail.cli.main import cli
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.checks.validation import load_manifest
-from helpers.jobs import SMALLER, Fault, Injector, history, run_job, same_weights, stored_samples, tiny_job
+from dovetail.tools.run_audit import audit_run
+from helpers.jobs import SMALLER, Fault, Injector, history, run_job, same_weights, stored_samples, tiny_job, untrained
 
 pytestmark = pytest.mark.slow
 
@@ -107,6 +108,12 @@ def episodes(run: Path, iteration: int) -> list[Any]:
     return [(key, e.ending, e.messages, e.turns, e.calls, e.learnt.tolist()) for key, e in found.items()]
 
 
+def audited(run: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """What became of a run's episodes, and what they did."""
+    found = audit_run(run).found
+    return found.samples, dict(found.counts)
+
+
 @pytest.mark.parametrize(
     "ppo",
     [{"advantage": "grpo"}, pytest.param({"advantage": "gae", "lag": 1}, marks=pytest.mark.nightly)],
@@ -140,3 +147,6 @@ def test_whatever_dies_the_episodes_and_the_weights_are_the_same(tmp_path: Path,
     assert [s.tokens.tolist() for s in killed] == [s.tokens.tolist() for s in whole]
     assert episodes(tmp_path / "killed", last) == episodes(tmp_path / "whole", last)
     assert same_weights(tmp_path / "whole", tmp_path / "killed") == []
+    for name in ("whole", "killed"):
+        assert untrained(tmp_path / name) == []
+    assert audited(tmp_path / "killed") == audited(tmp_path / "whole")

@@ -24,6 +24,7 @@ _COLUMNS = {
     "response_tokens": "Samples by length of the response, tokens",
     "reward": "Samples by reward",
 }
+_OUTCOMES = {"equal_rewards": "dropped: equal rewards", "discarded": "drawn again", "alone": "not compared"}
 
 
 @click.command()
@@ -76,7 +77,6 @@ def _json_rows(audited: RunAudit) -> Iterator[dict[str, Any]]:
 
 def _show(audited: RunAudit) -> None:
     from dovetail.coordinator.reporting.audit import by_range, by_times
-    from dovetail.coordinator.store.outcomes import Fate
 
     console, found = Console(), audited.found
     for problem in found.problems[:MOST_LINES]:
@@ -86,9 +86,11 @@ def _show(audited: RunAudit) -> None:
     if found.parts:
         console.print(_times_table(by_times(found, audited.known)))
     for column, title in _COLUMNS.items():
-        table = _table(title, "", "drawn", "trained", "dropped: equal rewards", "discarded")
+        table = _table(
+            title, "", "drawn", *(_OUTCOMES.get(name, name.removeprefix("episode_")) for name in found.samples)
+        )
         for name, counts in by_range(found, column):
-            table.add_row(name, *(f"{counts[o] if o else sum(counts.values()):,}" for o in (None, *Fate)))
+            table.add_row(name, f"{sum(counts.values()):,}", *(f"{counts[each]:,}" for each in found.samples))
         console.print(table)
     if audited.disturbed:
         told = ", ".join(f"{name}: {count}" for name, count in audited.disturbed.items())

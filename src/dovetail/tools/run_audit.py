@@ -18,7 +18,7 @@ from dovetail.coordinator.loop.experience_maker import IterationPrompts
 from dovetail.coordinator.reporting.audit import Audit, audit
 from dovetail.coordinator.store.database import ReadOnlyDatabase
 from dovetail.coordinator.store.experience_files import ExperienceFiles
-from dovetail.coordinator.store.outcomes import Fate, FatePart, Outcomes, text_of, trained_rows
+from dovetail.coordinator.store.outcomes import ROW, Fate, FatePart, Outcomes, text_of, trained_rows
 from dovetail.coordinator.store.store import KeyValues, Store, StoreError
 from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol.errors import RunError, UsageError
@@ -54,8 +54,6 @@ def read_prompts(run_dir: Path) -> tuple[RLHFJob, KeyValues, list[FatePart]]:
         raise RunError(f"{run_dir} cannot be read: {error}") from error
     if Stage.PPO not in job.spec.stages:
         raise UsageError(f"{run_dir} draws no samples: its stages are {', '.join(job.spec.stages)}")
-    if job.spec.sessions is not None:
-        raise UsageError(f"{run_dir} draws episodes, whose prompts an audit cannot compare with the data yet")
     return job, KeyValues(database), parts
 
 
@@ -126,7 +124,11 @@ def _batches(run_dir: Path, records: KeyValues, found: Audit) -> tuple[list[int]
         except ValueError as error:
             problems.append(str(error))
             continue
-        if not np.array_equal(trained_rows(batch), part.rows):
+        # An episode's record has the prompt that was asked for, and its batch has the one that the model saw.
+        columns = ["prompt", "response_tokens", "reward"] if "learnt" in batch else list(ROW.names or ())
+        rows = trained_rows(batch)
+        trained = rows[batch["learnt"].any(axis=1)] if "learnt" in batch else rows
+        if not np.array_equal(trained[columns], part.rows[columns]):
             problems.append(f"iteration {part.iteration}: the stored batch has other samples than the record")
     return compared, problems
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from click.testing import CliRunner, Result
 from dovetail.cli.main import cli
 from dovetail.coordinator.data.prepare import Prepared, prepare
 from dovetail.coordinator.loop.experience_maker import IterationPrompts
-from dovetail.coordinator.store.experience_files import ExperienceFiles, experience_arrays
-from dovetail.coordinator.store.outcomes import trained_rows
-from dovetail.coordinator.store.samples import Assignment, Delta, NewSample, ScoreRow, State
+from dovetail.coordinator.store.episodes import EndedEpisode
+from dovetail.coordinator.store.experience_files import ExperienceFiles, episode_arrays, experience_arrays
+from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import Store
+from dovetail.coordinator.store.tool_calls import CallKey
 from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.wire import BRANCH, LEARNT, SampleArrays
 from helpers.jobs import tiny_job
 from helpers.lazy import Lazy
 
@@ -30,17 +33,15 @@ class Loop:
     """What a job does with its store, without its processes: draws, scores, trains and forgets. All samples of a
     prompt whose position is in `easy` get the same reward in the first round."""
 
-    def __init__(self, folder: Path, easy: tuple[int, ...] = ()) -> None:
-        job = tiny_job(
-            stages=["ppo"],
-            ppo={
-                "iterations": ITERATIONS,
-                "advantage": "grpo",
-                "samplesPerPrompt": EACH,
-                "globalBatchSize": EACH * PROMPTS,
-                "dynamicSampling": 1,
-            },
-        )
+    def __init__(self, folder: Path, easy: tuple[int, ...] = (), **spec: object) -> None:
+        ppo = {
+            "iterations": ITERATIONS,
+            "advantage": "grpo",
+            "samplesPerPrompt": EACH,
+            "globalBatchSize": EACH * PROMPTS,
+            "dynamicSampling": 1,
+        }
+        job = tiny_job(stages=["ppo"], **{"ppo": ppo, **spec})
         self.job: RLHFJob = job
         self.folder, self.easy = folder, easy
         (folder / "job.json").write_text(job.model_dump_json(by_alias=True))
@@ -72,10 +73,13 @@ class Loop:
                 return
 
     def train(self, iteration: int) -> None:
-        arrays = experience_arrays(self.store.samples.experience(iteration), 0)
+        arrays = self.arrays(iteration)
         digest = self.files.write(iteration, arrays)
         told = {f"ppo/{iteration}/facts": {}, f"ppo/{iteration}/batch": digest}
-        self.store.put_trained(iteration, trained_rows(arrays), told)
+        self.store.put_trained(iteration, self.store.outcome_of(iteration, arrays), told)
+
+    def arrays(self, iteration: int) -> SampleArrays:
+        return experience_arrays(self.store.samples.experience(iteration), 0)
 
     def finish(self, iteration: int) -> None:
         for state in (State.IN_BATCH, State.TRAINED):
@@ -92,6 +96,55 @@ class Loop:
     def change(self, sql: str) -> None:
         with self.store._db.transaction() as db:
             db.execute(sql)
+
+
+AGENT = Path(__file__).parents[3] / "examples" / "agent"
+# What the episodes of each iteration fail by, by prompt and sample. The prompt 1 has one left, and 2 has none.
+FAILED = {(0, 1): "wrong call", (1, 0): "wrong call", (1, 2): "environment failed"} | {(2, s): "cut" for s in range(3)}
+
+
+class AgentLoop(Loop):
+    """The same with episodes: three of each prompt, each with one call. Those of the last prompt have two branches."""
+
+    def __init__(self, folder: Path) -> None:
+        runpy.run_path(str(AGENT / "make.py"))["write_task"](folder)
+        super().__init__(
+            folder,
+            models={
+                "actor": {"source": {"scratch": {"architecture": "llama", "config": {"hidden_size": 16}}}},
+                "tokenizer": {"path": str(folder / "tokenizer")},
+                "reward": {"function": "boxes:right", "importPath": str(AGENT)},
+            },
+            data={"prompts": [{"path": str(folder / "prompts.jsonl")}], "demonstrations": [], "preferences": []},
+            sessions={"environment": {"function": "boxes:Boxes"}, "onFailure": "Discard"},
+            ppo={"iterations": ITERATIONS, "advantage": "grpo", "samplesPerPrompt": 3, "globalBatchSize": 3 * PROMPTS},
+        )
+
+    def draw(self, iteration: int) -> None:
+        samples = [
+            NewSample(record.index, s, record.token_ids, s, record.fields)
+            for record in self.prepared.prompts(iteration)
+            for s in range(3)
+        ]
+        self.store.samples.begin_iteration(iteration, samples)
+        for sample in samples:
+            key = Key(iteration, sample.prompt, sample.sample)
+            call = CallKey(*key, 0, 0, 0)
+            self.store.tool_calls.intend(call, "open", {})
+            if ending := FAILED.get(key[1:]):
+                self.store.episodes.discard(key, ending, "it failed")
+                continue
+            self.store.tool_calls.observe(call, "a coin")
+            learnt = np.array([LEARNT, 0, BRANCH if key.prompt == PROMPTS - 1 else 0, LEARNT], np.uint8)
+            prompt, said = [9, *sample.prompt_tokens, 9], [1, 2, 3, 4]  # with the tools, and what the environment says
+            told = (True, "answered", "", None, [], 2, 1)
+            self.store.episodes.end(key, EndedEpisode(prompt, said, [0.0] * 4, learnt, *told))
+            self.store.samples.score([ScoreRow(key, np.zeros(4, np.float32), None, float(key.sample))])
+
+    def arrays(self, iteration: int) -> SampleArrays:
+        samples = self.store.samples.experience(iteration)
+        episodes = episode_arrays(samples, self.store.episodes.of(iteration), compares=True)
+        return SampleArrays({**super().arrays(iteration), **episodes}, {})
 
 
 def ask(*words: object) -> Result:
@@ -116,16 +169,16 @@ def test_each_prompt_was_trained_as_the_manifest_says(tmp_path: Path) -> None:
 
 def other_text(loop: Loop) -> None:
     arrays = experience_arrays(loop.store.samples.experience(ITERATIONS), 0)
-    rows = trained_rows(arrays)
-    rows["text"][0] += 1
+    outcome = loop.store.outcome_of(ITERATIONS, arrays)
+    outcome.parts[0].rows["text"][0] += 1
     loop.change(f"DELETE FROM outcomes WHERE iteration={ITERATIONS} AND outcome='trained'")
-    loop.store.put_trained(ITERATIONS, rows, {})
+    loop.store.put_trained(ITERATIONS, outcome, {})
 
 
 def lost_sample(loop: Loop) -> None:
     arrays = experience_arrays(loop.store.samples.experience(ITERATIONS)[1:], 0)
     loop.change(f"DELETE FROM outcomes WHERE iteration={ITERATIONS} AND outcome='trained'")
-    loop.store.put_trained(ITERATIONS, trained_rows(arrays), {})
+    loop.store.put_trained(ITERATIONS, loop.store.outcome_of(ITERATIONS, arrays), {})
 
 
 def other_batch(loop: Loop) -> None:
@@ -157,6 +210,61 @@ WRONG: dict[str, tuple[Callable[[Loop], object], str]] = {
 def test_what_was_not_trained_as_the_manifest_says_is_named(tmp_path: Path, case: str) -> None:
     break_it, sentence = WRONG[case]
     loop = Loop(tmp_path, easy=(1,))
+    loop.run()
+    break_it(loop)
+    loop.store.close()
+    found = ask(tmp_path)
+    assert found.exit_code == 1, found.output
+    assert sentence in found.output
+
+
+@pytest.mark.slow
+def test_each_episode_was_trained_or_discarded_with_a_cause(tmp_path: Path) -> None:
+    loop = AgentLoop(tmp_path)
+    loop.run()
+    loop.store.close()
+    found = ask(tmp_path)
+    assert found.exit_code == 0, found.output
+    told = " ".join(found.output.split())
+    assert "Each prompt was trained exactly as the manifest says: iterations 1 to 3 trained 15 episodes of" in told
+    assert "Episodes: 24 branches; 36 calls of tools, 18 of them without an answer; 9 discarded (cut); " in told
+    assert "3 discarded (environment failed); 6 discarded (wrong call); 3 with no other to compare with." in told
+    rows = [json.loads(line) for line in ask(tmp_path, "--json").output.splitlines()]
+    texts = {record.text for number in range(1, ITERATIONS + 1) for record in loop.prepared.prompts(number)}
+    assert {row["prompt"] for row in rows} == texts
+    kinds = ("drawn", "trained", "alone", "episode_discarded: cut")
+    assert [sum(row["samples"].get(kind, 0) for row in rows) for kind in kinds] == [36, 15, 3, 9]
+
+
+def left_out(loop: AgentLoop) -> None:
+    """A loop of one's own leaves an episode out that could be compared with others."""
+    arrays = loop.arrays(ITERATIONS)
+    arrays["learnt"][-1] = 0
+    loop.change(f"DELETE FROM outcomes WHERE iteration={ITERATIONS}")
+    loop.store.put_trained(ITERATIONS, loop.store.outcome_of(ITERATIONS, arrays), {})
+
+
+WRONG_EPISODES: dict[str, tuple[Callable[[AgentLoop], object], str]] = {
+    "an episode that is left out": (
+        left_out,
+        "iteration 3, prompt 3: 2 of the 3 episodes that were not discarded were trained",
+    ),
+    "discarded ones without a record": (
+        lambda loop: loop.change("DELETE FROM outcomes WHERE iteration=2 AND outcome='episode_discarded: wrong call'"),
+        "iteration 2, prompt 0: 2 of 3 episodes were trained or discarded",
+    ),
+    "an earlier release": (
+        lambda loop: loop.change("DELETE FROM kv WHERE key='ppo/1/episodes'"),
+        "iteration 1 has no record of what it trained; an earlier release may have run it",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WRONG_EPISODES)
+def test_episodes_that_were_not_trained_as_the_manifest_says_are_named(tmp_path: Path, case: str) -> None:
+    break_it, sentence = WRONG_EPISODES[case]
+    loop = AgentLoop(tmp_path)
     loop.run()
     break_it(loop)
     loop.store.close()

@@ -15,7 +15,7 @@ from dovetail.cli.main import cli
 from dovetail.coordinator.reporting.bill import Bill, both, merged, take
 from dovetail.coordinator.reporting.page.page_documents import PageDocuments
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
-from dovetail.coordinator.store.outcomes import ROW, Fate
+from dovetail.coordinator.store.outcomes import ROW, Fate, FatePart
 from dovetail.coordinator.store.store import Store
 from dovetail.protocol.files.trace import chrome_trace
 from dovetail.protocol.messages import Span
@@ -196,7 +196,7 @@ def test_tokens_that_were_drawn_for_nothing_are_told(run: Known) -> None:
     for iteration, fate, lengths in ((1, Fate.TRAINED, [10, 20]), (2, Fate.DISCARDED, [7]), (2, Fate.TRAINED, [5, 5])):
         rows = np.zeros(len(lengths), ROW)
         rows["response_tokens"] = lengths
-        store.outcomes.put(iteration, fate, rows)
+        store.outcomes.put(FatePart(iteration, fate, rows))
     store.close()
     bill = run.bill()
     assert bill["tokens"] == {"trained": 40, "replaced": 0, "drawn again": 7, "computed again": 0}

@@ -12,7 +12,6 @@ from click.testing import CliRunner, Result
 
 from dovetail.cli.main import cli
 from dovetail.coordinator.store.experience_files import ExperienceFiles, experience_arrays
-from dovetail.coordinator.store.outcomes import trained_rows
 from dovetail.coordinator.store.samples import Key, Sample, State
 from dovetail.coordinator.store.store import Store
 from dovetail.protocol.wire import SampleArrays
@@ -37,7 +36,7 @@ def write_run(folder: Path, change: Change | None = None, at: int = 2, **spec: o
         if other and change is not None:
             change(arrays)
         digest = files.write(iteration, arrays)
-        store.put_trained(iteration, trained_rows(arrays), {f"ppo/{iteration}/batch": digest})
+        store.put_trained(iteration, store.outcome_of(iteration, arrays), {f"ppo/{iteration}/batch": digest})
         metrics = {"loss": 0.5 / iteration + 0.1 * other, "seconds": 1.0 + other}
         lines.append(json.dumps({"stage": "ppo", "step": iteration, "time": 1.0 + other, "metrics": metrics}))
     store.close()

@@ -22,7 +22,6 @@ from dovetail.coordinator.samples.lineup import OpenIterations, Turn
 from dovetail.coordinator.schedules.step_commands import StepFacts, optimizer_steps, ppo_step, supervised_step
 from dovetail.coordinator.schedules.stored_schedule import applies, scheduled
 from dovetail.coordinator.store.manifest_changes import Settled
-from dovetail.coordinator.store.outcomes import trained_rows
 from dovetail.coordinator.store.samples import State
 from dovetail.coordinator.store.store import in_slices
 from dovetail.coordinator.workers.ranks import Ranks, StagePlan
@@ -374,9 +373,9 @@ class PPOStage:
             schedule = await self._scheduling.current()
             facts = replace(facts, schedule=None if schedule is None else schedule.as_json())
         digest = await asyncio.to_thread(self._records.batches.write, iteration, arrays)
-        rows = await asyncio.to_thread(trained_rows, arrays)
+        outcome = await asyncio.to_thread(store.outcome_of, iteration, arrays)
         told = {f"ppo/{iteration}/facts": facts.as_json(), f"ppo/{iteration}/batch": digest}
-        store.put_trained(iteration, rows, told)
+        store.put_trained(iteration, outcome, told)
 
     def _refuse_untrue(self, iteration: int, metrics: dict[str, float]) -> None:
         """Raise UnhealthyError if the result of this iteration cannot be trusted. The iteration is then forgotten, so a

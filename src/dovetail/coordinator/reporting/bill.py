@@ -449,7 +449,8 @@ def _tokens(run_dir: Path, iterations: Collection[int]) -> tuple[dict[str, int],
     with suppress(StoreError, OSError):
         for part in Outcomes(ReadOnlyDatabase(run_dir / "store.sqlite")).parts():
             if part.iteration in iterations:
-                tokens[names[part.outcome]] += int(part.rows["response_tokens"].sum())
+                if name := names.get(part.outcome):
+                    tokens[name] += int(part.rows["response_tokens"].sum())
                 samples[part.iteration] += len(part.rows) if part.outcome is Fate.TRAINED else 0
     return tokens, dict(samples)
 

@@ -51,6 +51,14 @@ class BranchPlace(NamedTuple):
     end: int
 
 
+class AskedEpisode(NamedTuple):
+    """The prompt that an ended episode was begun with, by its position and its token ids, and why the episode ended."""
+
+    prompt: int
+    tokens: NDArray[np.int32]
+    ending: str
+
+
 @dataclass(frozen=True)
 class StoredEpisode:
     """What is told of an ended episode, as `EndedEpisode` describes it. `discarded` says that it is not trained."""
@@ -207,6 +215,15 @@ class EpisodeTable:
                 (iteration,),
             ).fetchall()
         return {Key(iteration, *row[:2]): self._stored(row[2:]) for row in rows}
+
+    def asked(self, iteration: int) -> list[AskedEpisode]:
+        """The ended episodes of an iteration, in order of (prompt, sample)."""
+        with self._db.reading() as db:
+            rows = db.execute(
+                "SELECT prompt_index, asked, ending FROM episodes WHERE iteration=? ORDER BY 1, sample_index",
+                (iteration,),
+            ).fetchall()
+        return [AskedEpisode(prompt, np.frombuffer(asked, "<i4"), ending) for prompt, asked, ending in rows]
 
     def get(self, key: Key) -> StoredEpisode | None:
         """The episode of a sample. None if it has not ended."""

@@ -7,11 +7,13 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.coordinator.store.database import Database
+from dovetail.coordinator.store.episodes import AskedEpisode
 from dovetail.coordinator.store.samples import Sample
 from dovetail.protocol.wire import Array
 
@@ -29,15 +31,41 @@ class Fate(StrEnum):
     EQUAL_REWARDS = "equal_rewards"
     # The trainers' result could not be trusted. The run ended, and a resume draws and trains the iteration again.
     DISCARDED = "discarded"
+    # The model or the environment failed the episode.
+    EPISODE_DISCARDED = "episode_discarded"
+    # The advantage compares the episodes of a prompt, and all others of this prompt were discarded.
+    ALONE = "alone"
 
 
 @dataclass(frozen=True)
 class FatePart:
-    """Samples of an iteration that have the same outcome. `rows` is (N,) ROW."""
+    """Samples of an iteration that have the same outcome. `rows` is (N,) ROW. Those of an episode have the prompt that
+    the episode was asked for. A discarded one has no tokens and no reward. `cause` says in a word or two what it failed
+    by."""
 
     iteration: int
     outcome: Fate
     rows: Rows
+    cause: str = ""
+
+    @property
+    def name(self) -> str:
+        """The outcome with its cause."""
+        return f"{self.outcome}: {self.cause}" if self.cause else self.outcome.value
+
+
+class BatchOutcome(NamedTuple):
+    """What becomes of a batch. `parts` has all its samples. `counts` is {} unless these are episodes. It has the
+    `branches` that are trained, the `calls` of tools, also those of discarded episodes, and those of them that are
+    `unanswered`."""
+
+    parts: Sequence[FatePart]
+    counts: Mapping[str, int]
+
+
+def counts_key(iteration: int) -> str:
+    """The store's key of `BatchOutcome.counts`."""
+    return f"ppo/{iteration}/episodes"
 
 
 def text_of(tokens: Iterable[int] | NDArray[np.int32]) -> int:
@@ -62,15 +90,34 @@ def sample_rows(samples: Sequence[Sample]) -> Rows:
     return np.array(found, ROW)
 
 
+def batch_parts(iteration: int, arrays: Mapping[str, Array], episodes: Sequence[AskedEpisode] = ()) -> list[FatePart]:
+    """What becomes of the samples of a batch. `episodes` has all of the iteration, if its samples are episodes."""
+    rows = trained_rows(arrays)
+    if not episodes:
+        return [FatePart(iteration, Fate.TRAINED, rows)]
+    asked = {each.prompt: (text_of(each.tokens), len(each.tokens)) for each in episodes}
+    fates: list[tuple[Fate, str]] = []
+    for row, learnt in zip(rows, arrays["learnt"], strict=True):
+        fates.append((Fate.TRAINED if learnt.any() else Fate.ALONE, ""))
+        if row["prompt"] < 0:  # as `experience_files.episode_arrays` marks a discarded one
+            found = episodes[-1 - row["prompt"]]
+            row["prompt"], fates[-1] = found.prompt, (Fate.EPISODE_DISCARDED, found.ending)
+        if known := asked.get(int(row["prompt"])):
+            row["text"], row["prompt_tokens"] = known
+    at = {fate: [n for n, each in enumerate(fates) if each == fate] for fate in sorted(set(fates))}
+    return [FatePart(iteration, fate, rows[which], cause) for (fate, cause), which in at.items()]
+
+
 class Outcomes:
     """The table of outcomes. Each method is one transaction and raises StoreError."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
-    def put(self, iteration: int, outcome: Fate, rows: Rows) -> None:
+    def put(self, part: FatePart) -> None:
         with self._db.transaction() as db:
-            db.execute("INSERT INTO outcomes VALUES (?,?,?)", (iteration, outcome, zlib.compress(rows.tobytes(), 1)))
+            row = (part.iteration, part.name, zlib.compress(part.rows.tobytes(), 1))
+            db.execute("INSERT INTO outcomes VALUES (?,?,?)", row)
 
     def discard(self, iteration: int) -> None:
         """Record that what the iteration drew and trained so far does not count."""
@@ -84,4 +131,8 @@ class Outcomes:
             if db.execute("SELECT 1 FROM sqlite_master WHERE name='outcomes'").fetchone() is None:
                 return []
             found = db.execute("SELECT iteration, outcome, samples FROM outcomes ORDER BY iteration, rowid").fetchall()
-        return [FatePart(i, Fate(outcome), np.frombuffer(zlib.decompress(rows), ROW)) for i, outcome, rows in found]
+        return [
+            FatePart(i, Fate(outcome), np.frombuffer(zlib.decompress(rows), ROW), cause)
+            for i, name, rows in found
+            for outcome, _, cause in [name.partition(": ")]
+        ]

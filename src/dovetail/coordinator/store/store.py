@@ -10,9 +10,18 @@ from typing import Any
 
 from dovetail.coordinator.store.database import Database, StoreError
 from dovetail.coordinator.store.episodes import EpisodeTable
-from dovetail.coordinator.store.outcomes import Fate, Outcomes, Rows, sample_rows
+from dovetail.coordinator.store.outcomes import (
+    BatchOutcome,
+    Fate,
+    FatePart,
+    Outcomes,
+    batch_parts,
+    counts_key,
+    sample_rows,
+)
 from dovetail.coordinator.store.samples import NewSample, Sample, SampleTable
 from dovetail.coordinator.store.tool_calls import ToolCalls
+from dovetail.protocol.wire import BRANCH, Array
 
 __all__ = ["KeyValues", "Store", "StoreError", "in_slices", "open_records"]
 # A long change of the store changes this many rows between two turns of the event loop.
@@ -102,15 +111,26 @@ class Store(KeyValues):
         with self._db.transaction():
             lost = set(gone)
             found = [sample for sample in self.samples.samples(iteration) if sample.key.prompt in lost]
-            self.outcomes.put(iteration, Fate.EQUAL_REWARDS, sample_rows(found))
+            self.outcomes.put(FatePart(iteration, Fate.EQUAL_REWARDS, sample_rows(found)))
             self.samples.replace_prompts(iteration, lost, samples)
             self.put_all(values)
 
-    def put_trained(self, iteration: int, rows: Rows, values: Mapping[str, object]) -> None:
+    def outcome_of(self, iteration: int, arrays: Mapping[str, Array]) -> BatchOutcome:
+        """What becomes of the samples of an iteration's batch. Any thread may call it."""
+        episodes = self.episodes.asked(iteration)
+        parts = batch_parts(iteration, arrays, episodes)
+        if not episodes:
+            return BatchOutcome(parts, {})
+        branches = sum(len(part.rows) for part in parts if part.outcome is Fate.TRAINED)
+        branches += int((arrays["learnt"] == BRANCH).sum())
+        return BatchOutcome(parts, {"branches": branches} | self.tool_calls.counts(iteration))
+
+    def put_trained(self, iteration: int, outcome: BatchOutcome, values: Mapping[str, object]) -> None:
         """Record what an iteration trains, and `put_all`, in one transaction."""
         with self._db.transaction():
-            self.outcomes.put(iteration, Fate.TRAINED, rows)
-            self.put_all(values)
+            for part in outcome.parts:
+                self.outcomes.put(part)
+            self.put_all({counts_key(iteration): outcome.counts or None, **values})
 
     def forget(self, iteration: int, keys: Iterable[str]) -> None:
         """`SampleTable.forget`, and delete these keys, in one transaction. What the iteration trained does not

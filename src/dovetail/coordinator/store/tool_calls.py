@@ -60,6 +60,14 @@ class ToolCalls:
             )
         return StoredCall(row[1])
 
+    def counts(self, iteration: int) -> dict[str, int]:
+        """The `calls` of an iteration by their places, and those of them that are `unanswered`."""
+        with self._db.reading() as db:
+            calls, answered = db.execute(
+                "SELECT COUNT(*), COUNT(observation) FROM tool_calls WHERE iteration=?", (iteration,)
+            ).fetchone()
+        return {"calls": calls, "unanswered": calls - answered}
+
     def observe(self, key: CallKey, observation: str) -> None:
         """Store what the tool answered. Raises StoreError for a call that was not stored, and for a second answer that
         differs."""
