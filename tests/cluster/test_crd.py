@@ -225,7 +225,7 @@ FIXED = [
     ({"data.prompts.0.synthetic": {"size": 99}}, "spec.data"),
     ({"sft.epochs": 7}, "spec.sft"),
     ({"reward.optimizer": {"eps": 0.5}}, "spec.reward"),
-    ({"ppo.kl": {"coef": 0.9}}, "spec.ppo"),
+    ({"ppo.kl": {"coef": 0.9}}, "spec.ppo, other than iterations,"),
     ({"generation.temperature": 0.5}, "spec.generation"),
     ({"plan.parallelism": {"actor": {"dp": 2}}}, "spec.plan"),
     ({"groups.2": {"name": "more", "roles": ["rollout"]}}, "The list of names in spec.groups"),
@@ -269,6 +269,7 @@ def planned(server):
         ({"coordinator": {"image": "x"}}, "spec.coordinator"),
         ({"coordinator": {"podTemplate": {"spec": {"x": 1}}}}, "spec.coordinator"),
         ({"hub": {"timeoutSeconds": 9}}, "spec.hub"),
+        ({"ppo.iterations": 7}, "spec.ppo.iterations"),
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from dovetail.manifest.base import URL_PATTERN, Callable_, Fraction, LossName, Model, Path_, PositiveFloat, PositiveInt
-from dovetail.manifest.field_policy import WHEN_RESUMED, Policy, fixed
+from dovetail.manifest.field_policy import WHEN_RESUMED, WHEN_SUSPENDED, Policy, fixed
 
 # TRL uses this value, and so do shared-body setups after InstructGPT.
 SHARED_VALUE_COEF = 0.1
@@ -173,7 +173,7 @@ def kept_versions(lag: int) -> int:
 class PPO(Model):
     """Reinforcement learning: batch sizes, advantages, losses and optimizers."""
 
-    iterations: Annotated[PositiveInt, WHEN_RESUMED] = Field(
+    iterations: Annotated[PositiveInt, WHEN_SUSPENDED] = Field(
         default=100, description="Iterations: generate, score, train, publish weights."
     )
     global_batch_size: Annotated[PositiveInt, fixed("stored batches have this size")] = Field(

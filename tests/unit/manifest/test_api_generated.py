@@ -96,7 +96,12 @@ def test_required_fields_have_no_default_and_defaults_fill_the_rest():
 
 def test_the_api_server_writes_no_defaults_into_lists():
     """Argo CD and kubectl compare lists as a whole, and would see a difference for ever."""
-    assert [path for path, node in nodes() if "[]" in path and "default" in node] == []
+    files = sorted((ROOT / "helm/dovetail/files/crds").glob("*.yaml"))
+    assert len(files) == 2
+    versions = [version for file in files for version in yaml.safe_load(file.read_text())["spec"]["versions"]]
+    trees = [node for version in versions for node in nodes(version["schema"]["openAPIV3Schema"])]
+    assert [path for path, node in trees if "[]" in path and "default" in node] == []
+    assert any("[]" in path for path, _ in trees)
 
 
 def test_rules_read_fields_that_exist_and_that_defaults_fill_or_has_guards():

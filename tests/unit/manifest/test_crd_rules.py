@@ -32,7 +32,9 @@ def transition_rules(field):
 def test_policies_become_transition_rules():
     again = "cannot change once the job is planned; delete the job and create it anew."
     suspended = "cannot change while the job may run; set spec.suspend to true first."
-    assert transition_rules(".spec.ppo") == [f"spec.ppo {again}"]
+    assert transition_rules(".spec.sft") == [f"spec.sft {again}"]
+    assert transition_rules(".spec.ppo") == [f"spec.ppo, other than iterations, {again}"]
+    assert f"spec.ppo.iterations {suspended}" in transition_rules(".spec.ppo.iterations")
     assert transition_rules(".spec.output") == [f"spec.output {again}"]
     assert transition_rules(".spec.checkpoint.volume") == [f"spec.checkpoint.volume {again}"]
     assert transition_rules(".spec.hub") == [f"spec.hub {suspended}"]
@@ -54,10 +56,10 @@ def test_only_transition_rules_look_back():
         assert rule.rule.startswith("!has(oldSelf.status) || "), "a job that is not planned may be corrected"
 
 
-def refused(before, planned="AsPlanned", stage="ppo", **after):
+def refused(before, planned="AsPlanned", stage="ppo", done=3, **after):
     """The sentences for a change of a job: one that runs, or one whose plan or first stage is missing."""
     condition = {"type": "Planned", "status": str(planned == "AsPlanned"), "reason": planned}
-    status = {"conditions": [condition]} | ({"stage": stage} if stage else {})
+    status = {"conditions": [condition]} | ({"stage": stage, "iteration": done} if stage else {})
     sides = {
         name: {"status": status, "spec": as_seen(RLHFJobSpec.model_validate(spec))}
         for name, spec in (("oldSelf", before), ("self", before | after))
@@ -90,6 +92,21 @@ def test_the_number_of_trainers_may_change_while_the_job_is_suspended():
     assert refused(spec | {"suspend": True}, groups=more, suspend=False) == [f"{sentence} first."]
     (sentence,) = refused(spec, seed=5, suspend=True)
     assert sentence.startswith("spec.seed cannot change once the job is planned")
+
+
+def test_the_number_of_iterations_may_change_while_the_job_is_suspended():
+    spec = manifest()["spec"]
+    longer, shorter = ({"ppo": spec["ppo"] | {"iterations": number}} for number in (40, 4))
+    (sentence,) = refused(spec, **longer)
+    assert sentence.startswith("spec.ppo.iterations cannot change while the job may run; set spec.suspend to true")
+    assert refused(spec, **longer, suspend=True) == []
+    assert refused(spec, **shorter, suspend=True, done=4) == []
+    lower = ["spec.ppo.iterations cannot be lower than the number of finished iterations."]
+    assert refused(spec, **shorter, suspend=True, done=5) == lower
+    assert refused(spec, **shorter, suspend=True, done=200, stage="sft") == []
+    assert refused(spec | shorter, done=5) == [], "a loop of one's own may run more"
+    (sentence,) = refused(spec, suspend=True, ppo=longer["ppo"] | {"epochs": 3})
+    assert sentence.startswith("spec.ppo, other than iterations, cannot change once the job is planned")
 
 
 def test_a_sentence_with_values_becomes_an_expression():

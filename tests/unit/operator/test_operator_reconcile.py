@@ -210,6 +210,20 @@ def test_a_suspended_job_may_get_other_trainers(in_a_hurry):
     assert ranks(cluster) == 2
 
 
+def test_a_suspended_job_may_get_more_iterations():
+    cluster = running()
+    cluster.edit(suspend=True)
+    cluster.settle()
+    cluster.edit(ppo={"iterations": 250})
+    cluster.settle()
+    assert cluster.pods() == []
+    cluster.edit(suspend=False)
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+    read = json.loads(cluster.objects["ConfigMap", "demo-plan"]["data"]["job.json"])
+    assert read["spec"]["ppo"]["iterations"] == 250
+
+
 def test_a_job_made_suspended_starts_nothing():
     cluster = a_cluster(suspend=True)
     cluster.settle()

@@ -64,8 +64,8 @@ def remember(spec: dict[str, Any], records: KeyValues) -> None:
 
 def adopt(spec: RLHFJobSpec, records: KeyValues, log: Callable[..., None], *, guarded: bool = False) -> None:
     """Use `spec` from now on, and record what changed since the run's last manifest. Raises ChangeError for a change
-    that is not allowed, unless `guarded` is true. It is true on a cluster, because only the defaults of a new release
-    can differ there, and that is no reason to end a job."""
+    that is not allowed, unless `guarded` is true. It is true on a cluster, where the API server checks changes, and the
+    defaults of a new release may differ, which is no reason to end a job."""
     if not guarded:
         check(spec, records)
     found = _found(spec, records)
