@@ -48,7 +48,8 @@ from dovetail.coordinator.store.samples import Assignment, Delta, NewSample, Sco
 from dovetail.coordinator.store.store import Store, in_slices
 from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.fusion.profile import StageProfile
-from dovetail.manifest.types import Generation, SampleLog, Stage
+from dovetail.manifest.training_types import Generation
+from dovetail.manifest.types import SampleLog, Stage
 from dovetail.protocol.messages import Register
 from helpers.coordinated import NoWeights, drawn_with, job_of
 

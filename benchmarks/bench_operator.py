@@ -45,7 +45,8 @@ from dovetail.manifest.types import KIND
 from dovetail.operator.cluster.client import Client
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.objects import jobset, secret, supporting_objects
+from dovetail.operator.render.jobset import jobset
+from dovetail.operator.render.objects import secret, supporting_objects
 from dovetail.planner.make_plan import make_plan
 from helpers.cluster import KubeCluster, wait_for
 from helpers.operator_process import OperatorProcess, install, kubeconfig, operator

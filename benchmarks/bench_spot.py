@@ -47,7 +47,7 @@ from dovetail.coordinator.store.samples import State
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.fusion.profile import StageProfile
-from dovetail.manifest.types import Generation
+from dovetail.manifest.training_types import Generation
 from dovetail.protocol.messages import Register
 from helpers.coordinated import NoWeights, drawn_with, job_of
 

@@ -124,7 +124,8 @@ def serve(env: ProcessEnv) -> None:
     import torch
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from dovetail.models.transfer import Deadline, message_bytes
+    from dovetail.models.links.deadline import Deadline
+    from dovetail.models.transfer import message_bytes
     from dovetail.rollout.serving.vllm_server import main as serve_main
     from dovetail.rollout.weights_vllm import DovetailUpdateInfo, DovetailWeightTransferEngine
 
@@ -206,7 +207,8 @@ def measure(servers: list[tuple[str, str]], config: Any, rounds: int) -> dict[st
     from transformers import LlamaForCausalLM
 
     from dovetail.coordinator.workers.offers import push_offer
-    from dovetail.models.transfer import Channel, Deadline, Part, message_bytes
+    from dovetail.models.links.deadline import Deadline
+    from dovetail.models.transfer import Channel, Part, message_bytes
     from dovetail.trainer.weight_sender import WeightSender
 
     torch.manual_seed(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.manifest.types import Optimizer
+from dovetail.manifest.training_types import Optimizer
 from dovetail.trainer.engine.engine import ema_update
 from dovetail.trainer.engine.optim import AdamW
 from gpu import device, models

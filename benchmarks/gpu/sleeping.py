@@ -6,7 +6,7 @@ import importlib.util
 
 import torch
 
-from dovetail.manifest.types import Optimizer
+from dovetail.manifest.training_types import Optimizer
 from dovetail.rollout.scoring.forward_passes import ModelScorer
 from dovetail.rollout.scoring.host_weights import CudaCopies
 from dovetail.trainer.engine.optim import AdamW

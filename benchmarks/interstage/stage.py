@@ -29,7 +29,8 @@ from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.fusion.profile import StageProfile
 from dovetail.fusion.stage import StagePrediction
-from dovetail.manifest.types import Generation, RLHFJobSpec
+from dovetail.manifest.training_types import Generation
+from dovetail.manifest.types import RLHFJobSpec
 from dovetail.protocol.messages import Register, Span
 from helpers.coordinated import NoWeights, ScorerPool, drawn_with, job_of
 from interstage.emulated import serve

@@ -32,7 +32,8 @@ from dovetail.pipelines import (
 from dovetail.pipelines.instance import make_instance
 from dovetail.protocol.messages import Action, Load, ModelRef, StageTimes
 from dovetail.trainer.communication.groups import Groups
-from dovetail.trainer.engine.engine import Engine, MicroBatch
+from dovetail.trainer.engine.engine import Engine
+from dovetail.trainer.engine.executor import MicroBatch
 from dovetail.trainer.packed_batches import Sequences
 from pipeline import torch_zbv
 

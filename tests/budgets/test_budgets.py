@@ -27,7 +27,7 @@ from dovetail.coordinator.samples.in_flight import GenerationSettings
 from dovetail.coordinator.store.samples import NewSample
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet
-from dovetail.manifest.types import Generation
+from dovetail.manifest.training_types import Generation
 from dovetail.protocol.messages import Register
 from dovetail.protocol.sample_stream import Row, pack_rows, unpack_asked
 from helpers.coordinated import NoWeights, drawn_with, job_of

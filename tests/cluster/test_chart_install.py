@@ -13,7 +13,7 @@ from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.objects import jobset, surplus_jobs
+from dovetail.operator.render.jobset import jobset, surplus_jobs
 from dovetail.planner.make_plan import make_plan
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, wait_for

@@ -8,7 +8,8 @@ import yaml
 
 from dovetail.manifest.checks.rules import RULES
 from dovetail.manifest.checks.rules.rule import Objects
-from dovetail.manifest.checks.validation import ManifestError, parse_manifest
+from dovetail.manifest.checks.validation import parse_manifest
+from dovetail.manifest.documents import ManifestError
 from dovetail.manifest.types import RLHFJob
 from helpers.cluster import REPOSITORY, wait_for
 from helpers.manifests import DELETE, GOOD, changed

@@ -25,7 +25,8 @@ from dovetail.launch.ports import PortReservation
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.protocol.messages import Action, Load, ModelRef
 from dovetail.trainer.communication.groups import Groups, PeerLost, RankFailed
-from dovetail.trainer.engine.engine import Engine, MicroBatch
+from dovetail.trainer.engine.engine import Engine
+from dovetail.trainer.engine.executor import MicroBatch
 from dovetail.trainer.engine.optim import local
 from dovetail.trainer.packed_batches import Sequences
 

@@ -19,7 +19,8 @@ from dovetail.manifest.types import ScratchModel
 from dovetail.protocol.messages import Action, Load, ModelRef, StageTimes
 from dovetail.protocol.plan import Layout
 from dovetail.trainer.communication.groups import Groups
-from dovetail.trainer.engine.engine import Engine, MicroBatch
+from dovetail.trainer.engine.engine import Engine
+from dovetail.trainer.engine.executor import MicroBatch
 from dovetail.trainer.engine.optim import local
 
 MICRO_BATCHES, MINI_BATCHES = 4, 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from dovetail.manifest.checks.validation import check
+from dovetail.manifest.checks.rules import check
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models import build_stage
 from dovetail.protocol.messages import ModelRef

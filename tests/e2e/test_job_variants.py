@@ -21,7 +21,7 @@ from dovetail.coordinator.data.synthetic import quality
 from dovetail.coordinator.schedules.training_schedule import pinned_families
 from dovetail.launch.local.launcher import Launcher
 from dovetail.local.pipeline import Pipeline
-from dovetail.manifest.checks.validation import check
+from dovetail.manifest.checks.rules import check
 from dovetail.protocol.experience import Experience
 from helpers.jobs import (
     SMALLER,

@@ -25,7 +25,7 @@ from dovetail.coordinator.samples.migration_costs import Mechanism
 from dovetail.coordinator.store.samples import NewSample, Sample
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet
-from dovetail.manifest.types import Generation
+from dovetail.manifest.training_types import Generation
 from dovetail.protocol.messages import HOLD, PULL, Register
 from dovetail.protocol.sampling import sampling_params
 from helpers.coordinated import NoWeights, drawn_with, job_of

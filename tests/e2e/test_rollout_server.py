@@ -27,7 +27,7 @@ import torch
 
 from dovetail.coordinator.workers import offers
 from dovetail.coordinator.workers.offers import ReceiverError
-from dovetail.manifest.types import Generation
+from dovetail.manifest.training_types import Generation
 from dovetail.protocol.messages import Offer, Publish
 from dovetail.protocol.sampling import sampling_params
 from helpers import weight_trainer
@@ -287,7 +287,7 @@ def test_a_sender_killed_in_mid_transfer_leaves_servers_stale_and_another_recove
 
 
 def test_a_receiver_that_never_comes_is_named_and_the_sender_goes_on(world: World, trainer: Trainer) -> None:
-    from dovetail.models.transfer import TransferError
+    from dovetail.models.links.deadline import TransferError
 
     model = actor_of(world.config, 14)
     trainer.epoch = next(EPOCHS)

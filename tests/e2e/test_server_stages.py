@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from dovetail.manifest.types import Generation
+from dovetail.manifest.training_types import Generation
 from dovetail.protocol.messages import HOLD, PULL
 from dovetail.protocol.plan import Plan, Rollout
 from dovetail.protocol.sampling import sampling_params

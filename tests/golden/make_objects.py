@@ -15,7 +15,8 @@ from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.objects import jobset, secret, supporting_objects, surplus_jobs
+from dovetail.operator.render.jobset import jobset, surplus_jobs
+from dovetail.operator.render.objects import secret, supporting_objects
 from dovetail.planner.make_plan import make_plan
 
 FOLDER = Path(__file__).parent / "objects"

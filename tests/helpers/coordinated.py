@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from dovetail.coordinator.samples.scoring import Scorer
-from dovetail.manifest.types import Generation, RLHFJobSpec
+from dovetail.manifest.training_types import Generation
+from dovetail.manifest.types import RLHFJobSpec
 
 
 def silent(event: str, **fields: Any) -> None:

@@ -17,7 +17,7 @@ from dovetail.coordinator.samples.scoring import Finished
 from dovetail.coordinator.store.samples import Key, NewSample, Sample, State
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet, Timeouts
-from dovetail.manifest.types import Generation
+from dovetail.manifest.training_types import Generation
 from helpers.coordinated import NoWeights, drawn_with, job_of
 from helpers.fake_vllm import TOKEN, FakeVllm, logprob_of, response_of
 

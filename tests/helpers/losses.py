@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.manifest.types import PPO
+from dovetail.manifest.training_types import PPO
 from dovetail.trainer.algorithms import policy
 
 

@@ -11,8 +11,6 @@ from kubernetes.aio.client import ApiException, V1Lease, V1ObjectMeta
 from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRecord
 from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock as _LeaseLock
 
-__all__ = ["NO_ANSWER", "LeaseLock"]
-
 # The errors of a call when the API server does not answer.
 NO_ANSWER = (aiohttp.ClientError, OSError, TimeoutError)
 

@@ -10,8 +10,9 @@ import threading
 from contextlib import ExitStack
 from typing import Any
 
+from dovetail.models.links.deadline import Deadline, Handle, TransferError
 from dovetail.models.links.rendezvous import Rendezvous
-from dovetail.models.transfer import SLOWEST, Channel, Deadline, Handle, TransferError, listen, message_bytes
+from dovetail.models.transfer import SLOWEST, Channel, listen, message_bytes
 from dovetail.protocol.messages import Offer, SendOn
 from dovetail.rollout.received_copy import Copied, ReceivedCopy
 from dovetail.rollout.weight_receiver import parcels

@@ -7,24 +7,11 @@ from itertools import zip_longest
 
 import torch
 
+from dovetail.models.links.deadline import Deadline, Handle, TransferError
 from dovetail.models.links.rendezvous import Rendezvous
-from dovetail.models.transfer import (
-    Channel,
-    Deadline,
-    Handle,
-    Named,
-    TransferError,
-    assemble,
-    assembled_bytes,
-    call,
-    intact,
-    message_bytes,
-    unpack,
-)
+from dovetail.models.transfer import Channel, Named, assemble, assembled_bytes, call, intact, message_bytes, unpack
 from dovetail.protocol.messages import Bucket, Receive, Segment
 from dovetail.rollout.received_copy import ReceivedCopy
-
-__all__ = ["TransferError", "WeightReceiver"]
 
 
 def _yes() -> bool:

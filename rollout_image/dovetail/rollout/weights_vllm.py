@@ -14,8 +14,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.models.links.deadline import TransferError
 from dovetail.models.source import in_files
-from dovetail.models.transfer import TransferError
 from dovetail.protocol.messages import Receive, SendOn
 from dovetail.protocol.process.env import HOST
 from dovetail.protocol.sampling import SERVED_TEMPERATURE

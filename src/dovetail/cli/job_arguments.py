@@ -151,7 +151,9 @@ def read_job(
     UsageError."""
     from dovetail.gpus.nvidia_driver import cuda_devices
     from dovetail.manifest.accelerators import no_gpus, on_cpus
-    from dovetail.manifest.checks.validation import absolute_paths, check, check_files, resolve
+    from dovetail.manifest.checks.files import check_files
+    from dovetail.manifest.checks.rules import check
+    from dovetail.manifest.resolve import absolute_paths, resolve
 
     document = read_yaml(manifest)
     if isinstance(document, dict):

@@ -76,7 +76,8 @@ def profile(
     \b
       dovetail profile job.yaml --iterations -o runs/job/profile.json
     """
-    from dovetail.manifest.checks.validation import absolute_paths, load_manifest
+    from dovetail.manifest.checks.validation import load_manifest
+    from dovetail.manifest.resolve import absolute_paths
 
     needed: list[Extra] = ["coordinator", "trainer"]
     require("dovetail profile", [*needed, "rollout-cpu"] if iterations else needed)

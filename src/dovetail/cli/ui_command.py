@@ -110,12 +110,13 @@ def report(run_dir: Path, inventory_path: Path | None, as_json: bool) -> None:
     for pool in there.pools if there is not None else ():
         if pool.price is not None:
             prices[pool.gpu.product] = pool.price
-    summary, bill = read_summary(run_dir), Bill(RunFolder(run_dir), prices).document()
+    summary, bill = read_summary(run_dir), Bill(RunFolder(run_dir.resolve()), prices)
+    document = bill.document()
     if as_json:
-        click.echo(json.dumps({"summary": summary, "bill": bill}))
+        click.echo(json.dumps({"summary": summary, "bill": document}))
         return
     console = Console()
     show(console, summary)
-    show_bill(console, bill)
-    written = write_report(run_dir, prices)
+    show_bill(console, document)
+    written = write_report(run_dir, bill)
     console.print(f"\nReport:  {written}", highlight=False, markup=False, soft_wrap=True)

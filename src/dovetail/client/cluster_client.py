@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from dovetail.manifest.checks.validation import check
+from dovetail.manifest.checks.rules import check
 from dovetail.manifest.documents import ManifestError, parse, read_yaml
 from dovetail.protocol.errors import error_text
 from dovetail.protocol.files.run_rows import ORDERS, choose

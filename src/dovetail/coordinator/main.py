@@ -21,8 +21,8 @@ from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.loop.failure import EXPLAINED, disk_full, is_final, sentence
 from dovetail.coordinator.reporting.health import UnhealthyError
 from dovetail.coordinator.reporting.results import write_final_summary
+from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.identity import has_store
-from dovetail.coordinator.store.store import StoreError
 from dovetail.manifest import fixed_names
 from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.types import RLHFJob

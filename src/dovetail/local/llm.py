@@ -31,7 +31,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from dovetail.gpus.nvidia_driver import cuda_devices
-from dovetail.manifest.types import Generation, RLHFJob
+from dovetail.manifest.training_types import Generation
+from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.errors import RunError
 from dovetail.protocol.files.durable import read_object
 from dovetail.protocol.process.extras import import_error

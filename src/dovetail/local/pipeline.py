@@ -26,9 +26,9 @@ from dovetail.launch.processes import HOST
 from dovetail.launch.supervisor import Outcome
 from dovetail.manifest.accelerators import no_gpus, on_cpus
 from dovetail.manifest.checks.files import model_configs
-from dovetail.manifest.checks.validation import load_manifest, parse_manifest, resolve
+from dovetail.manifest.checks.validation import load_manifest, parse_manifest
 from dovetail.manifest.documents import ManifestError
-from dovetail.manifest.resolve import with_lag
+from dovetail.manifest.resolve import resolve, with_lag
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.errors import RunError

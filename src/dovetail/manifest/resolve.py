@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from dovetail.manifest.fixed_names import DATA_KINDS
 from dovetail.manifest.sizes import pod_count, shares_body
-from dovetail.manifest.training_types import AUTO_LAG, REWARD_CLIP
-from dovetail.manifest.types import PPO, Dtype, Group, RLHFJob, RLHFJobSpec, Role, Stage
+from dovetail.manifest.training_types import AUTO_LAG, PPO, REWARD_CLIP
+from dovetail.manifest.types import Dtype, Group, RLHFJob, RLHFJobSpec, Role, Stage
 
 
 def reward_clip(spec: RLHFJobSpec) -> float | None:

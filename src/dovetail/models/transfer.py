@@ -28,8 +28,6 @@ from dovetail.protocol.messages import Bucket
 from dovetail.protocol.weights.buckets import CHECKSUM_BYTES, TensorSpec, aligned, bucket_specs
 from dovetail.protocol.weights.layout import Box
 
-__all__ = ["SLOWEST", "Backend", "Channel", "Deadline", "Handle", "Named", "Part", "TransferError"]
-
 Backend = Literal["gloo", "nccl"]
 # Bytes per second that a receiver gets at least from all senders together. This is less than a slow network carries.
 SLOWEST: dict[Backend, float] = {"gloo": 50e6, "nccl": 500e6}

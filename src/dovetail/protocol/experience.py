@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dovetail.manifest.types import PPO
+from dovetail.manifest.training_types import PPO
 from dovetail.protocol.wire import LEARNT
 
 FloatArray = NDArray[np.float32]

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from dovetail.manifest.base import Model
 from dovetail.manifest.sizes import world_size
-from dovetail.manifest.types import Model, Parallelism, Stage
+from dovetail.manifest.types import Parallelism, Stage
 from dovetail.protocol.prediction import PodMemory, PredictedStage, Prediction
 
 Task = Literal[

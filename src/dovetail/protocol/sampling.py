@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Literal
 
-from dovetail.manifest.types import Generation, RLHFJobSpec
+from dovetail.manifest.training_types import Generation
+from dovetail.manifest.types import RLHFJobSpec
 
 Sampler = Literal["counter", "native"]
 

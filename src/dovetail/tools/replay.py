@@ -26,10 +26,11 @@ from dovetail.coordinator.loop.ppo_stage import stored_step
 from dovetail.coordinator.schedules.step_commands import optimizer_steps
 from dovetail.coordinator.schedules.stored_schedule import applies
 from dovetail.coordinator.serving.coordinator_routes import make_app
+from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.identity import KEY
 from dovetail.coordinator.store.manifest_changes import CHANGES, RANKS, Settled
-from dovetail.coordinator.store.store import KeyValues, StoreError, open_records
+from dovetail.coordinator.store.store import KeyValues, open_records
 from dovetail.coordinator.workers.trainer_group import TrainerError, TrainerGroup, TrainerLost
 from dovetail.gpus.nvidia_driver import cuda_devices
 from dovetail.launch.local.launcher import spawn_kind

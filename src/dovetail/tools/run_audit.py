@@ -16,10 +16,10 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.prepare import Prepared, prompts_of_run
 from dovetail.coordinator.loop.experience_maker import IterationPrompts
 from dovetail.coordinator.reporting.audit import Audit, audit
-from dovetail.coordinator.store.database import ReadOnlyDatabase
+from dovetail.coordinator.store.database import ReadOnlyDatabase, StoreError
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.outcomes import ROW, Fate, FatePart, Outcomes, text_of, trained_rows
-from dovetail.coordinator.store.store import KeyValues, Store, StoreError
+from dovetail.coordinator.store.store import KeyValues, Store
 from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.wire import unpack

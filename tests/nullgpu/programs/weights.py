@@ -17,8 +17,9 @@ from worker import DEADLINE, Place
 
 from dovetail.coordinator.workers.offers import receive_for
 from dovetail.manifest.types import Parallelism
+from dovetail.models.links.deadline import TransferError
 from dovetail.models.links.nccl import NcclLink
-from dovetail.models.transfer import Channel, TransferError
+from dovetail.models.transfer import Channel
 from dovetail.protocol.messages import Offer, Publish, Receive, Receiver, SendOn
 from dovetail.rollout.peer_sender import PeerSender
 from dovetail.rollout.received_copy import ReceivedCopy

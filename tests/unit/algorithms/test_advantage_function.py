@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from dovetail.manifest.callables import FunctionError
-from dovetail.manifest.types import PPO, Stage
+from dovetail.manifest.training_types import PPO
+from dovetail.manifest.types import Stage
 from dovetail.protocol.experience import Experience, advantages_of
 from dovetail.protocol.wire import pack, unpack
 from dovetail.trainer.algorithms import advantages as adv

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.manifest.types import PPO
+from dovetail.manifest.training_types import PPO
 from dovetail.trainer.algorithms import advantages as adv
 from helpers.recursive_gae import gae_recursive
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from dovetail.manifest.checks.rules import check
-from dovetail.manifest.types import PPO, RLHFJobSpec
+from dovetail.manifest.training_types import PPO
+from dovetail.manifest.types import RLHFJobSpec
 from dovetail.trainer.algorithms import advantages as adv
 from dovetail.trainer.algorithms.kl import Estimator, kl_estimate, kl_loss
 from helpers.jobs import tiny_job

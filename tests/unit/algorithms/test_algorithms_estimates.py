@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from dovetail.coordinator.loop.ppo_stage import KLController
-from dovetail.manifest.types import KL
+from dovetail.manifest.training_types import KL
 from dovetail.models.layers import logprobs
 from dovetail.trainer.algorithms import balance, importance, kl
 from dovetail.trainer.engine import optim

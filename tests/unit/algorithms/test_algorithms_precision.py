@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dovetail.manifest.resolve import reward_clip
-from dovetail.manifest.types import PPO, Stage
+from dovetail.manifest.training_types import PPO
+from dovetail.manifest.types import Stage
 from dovetail.protocol.wire import pack, unpack
 from dovetail.trainer.algorithms import advantages as adv
 from dovetail.trainer.algorithms import losses

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.resolve import resolve
-from dovetail.manifest.training_types import Overlong
-from dovetail.manifest.types import PPO, Stage
+from dovetail.manifest.training_types import PPO, Overlong
+from dovetail.manifest.types import Stage
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.wire import pack, unpack
 from dovetail.trainer.algorithms import policy

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.resolve import resolve
-from dovetail.manifest.types import PPO
+from dovetail.manifest.training_types import PPO
 from dovetail.protocol.sampling import asked_of_servers, served_temperature
 from dovetail.protocol.wire import unpack
 from dovetail.trainer.algorithms.importance import staleness_metrics, truncated_weights

@@ -11,7 +11,8 @@ import torch
 
 from dovetail.manifest.base import LOSSES
 from dovetail.manifest.callables import FunctionError
-from dovetail.manifest.types import PPO, Stage
+from dovetail.manifest.training_types import PPO
+from dovetail.manifest.types import Stage
 from dovetail.trainer.algorithms import policy
 from dovetail.trainer.main import serve
 from helpers.local_trainer import LocalTrainer

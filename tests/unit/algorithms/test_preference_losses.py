@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.manifest.types import DPO
+from dovetail.manifest.training_types import DPO
 from dovetail.trainer.algorithms.losses import kl_estimate, labelled_loss, preference_loss
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parents[2] / "golden" / "trl-preferences.json").read_text())

@@ -11,8 +11,9 @@ import pytest
 
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.loop.experience_maker import IterationPrompts, equal_prompts, replaced_key
+from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, ScoreRow, State
-from dovetail.coordinator.store.store import Store, StoreError
+from dovetail.coordinator.store.store import Store
 from dovetail.planner.make_plan import make_plan
 from helpers.jobs import tiny_job
 

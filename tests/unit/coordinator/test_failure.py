@@ -20,7 +20,8 @@ from dovetail.coordinator.loop.failure import sentence
 from dovetail.coordinator.main import TERMINATION_BYTES, final_figures
 from dovetail.coordinator.reporting.results import Results, write_final_summary
 from dovetail.coordinator.reporting.telemetry import MetricsHistory
-from dovetail.coordinator.store.store import Store, StoreError
+from dovetail.coordinator.store.database import StoreError
+from dovetail.coordinator.store.store import Store
 from dovetail.launch.local.aftermath import DiskWatch, full_disk, reserve, with_cause, write_results
 from dovetail.launch.supervisor import Outcome
 from dovetail.manifest.types import DataSource, Stage

@@ -19,8 +19,9 @@ from dovetail.coordinator.data.text.texts import FEW_TOKENS, Texts
 from dovetail.coordinator.loop.experience_maker import ExperienceAssembly, ExperienceMaker, IterationPrompts
 from dovetail.coordinator.samples.dispatch import Speeds
 from dovetail.coordinator.samples.in_flight import GenerationSettings, InFlight, Work
+from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, ScoreRow, State
-from dovetail.coordinator.store.store import AT_ONCE, Store, StoreError, in_slices
+from dovetail.coordinator.store.store import AT_ONCE, Store, in_slices
 from dovetail.coordinator.workers.fleet import Fleet
 
 PROMPTS, EACH = 5, 2

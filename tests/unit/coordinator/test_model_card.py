@@ -10,7 +10,8 @@ from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.coordinator.data.text.chat_template import HumanAssistant
 from dovetail.coordinator.reporting.model_card import CardFacts, ListSize, model_card, shown_manifest
 from dovetail.coordinator.reporting.model_files import describe_models, generation_config
-from dovetail.manifest.types import DPO, PPO, Generation, RLHFJob
+from dovetail.manifest.training_types import DPO, PPO, Generation
+from dovetail.manifest.types import RLHFJob
 
 JOB = {
     "apiVersion": "dovetail.dev/v1alpha1",

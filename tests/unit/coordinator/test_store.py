@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.samples import Assignment, Delta, IllegalTransition, Key, NewSample, ScoreRow, State
-from dovetail.coordinator.store.store import Store, StoreError
+from dovetail.coordinator.store.store import Store
 
 
 def new(prompt: int = 0, sample: int = 0, tokens: tuple[int, ...] = (5, 6, 7), seed: int = 11) -> NewSample:
@@ -208,7 +209,8 @@ def test_two_coordinators_cannot_share_a_run(tmp_path: Path) -> None:
     code = textwrap.dedent("""
         import sys
         from pathlib import Path
-        from dovetail.coordinator.store.store import Store, StoreError
+        from dovetail.coordinator.store.database import StoreError
+        from dovetail.coordinator.store.store import Store
         try:
             Store(Path(sys.argv[1]))
         except StoreError as error:

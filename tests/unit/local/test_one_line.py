@@ -16,7 +16,8 @@ from dovetail.cli.common import one_line_options
 from dovetail.cli.main import cli
 from dovetail.gpus import nvidia_driver
 from dovetail.gpus.nvidia_driver import Device, Driver, NoDriver
-from dovetail.manifest.checks.validation import check, parse_manifest
+from dovetail.manifest.checks.rules import check
+from dovetail.manifest.checks.validation import parse_manifest
 from dovetail.manifest.documents import parse
 from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.planner.make_plan import make_plan

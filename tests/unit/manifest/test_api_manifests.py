@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dovetail.manifest.checks.validation import ManifestError, load_manifest, parse_manifest, warnings
-from dovetail.manifest.documents import parse
+from dovetail.manifest.checks.validation import load_manifest, parse_manifest, warnings
+from dovetail.manifest.documents import ManifestError, parse
+from dovetail.manifest.training_types import PPO
 from dovetail.manifest.type_descriptions import named
-from dovetail.manifest.types import PPO, RLHFJob
+from dovetail.manifest.types import RLHFJob
 from helpers.manifests import FIELDS, GOOD, RULES, changed
 
 

@@ -8,16 +8,11 @@ import pytest
 import yaml
 
 from dovetail.cli.job_arguments import read_job
+from dovetail.manifest.checks.files import check_files
+from dovetail.manifest.checks.rules import check
 from dovetail.manifest.checks.scratch import LATENT_ON_CPUS, cpu_head_error, head_size
-from dovetail.manifest.checks.validation import (
-    absolute_paths,
-    check,
-    check_files,
-    load_manifest,
-    parse_manifest,
-    resolve,
-    warnings,
-)
+from dovetail.manifest.checks.validation import load_manifest, parse_manifest, warnings
+from dovetail.manifest.resolve import absolute_paths, resolve
 from dovetail.manifest.types import API_VERSION, Dtype, RLHFJob, Stage
 from helpers.model_folder import write_weights
 

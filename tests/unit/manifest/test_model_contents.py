@@ -18,8 +18,9 @@ from dovetail.coordinator.data.downloads.model_folders import check_weights
 from dovetail.coordinator.data.prepare import model_sources, prepare
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.launch.local.launcher import Launcher
+from dovetail.manifest.checks.files import check_files
 from dovetail.manifest.checks.model_contents import tokenizer_problem
-from dovetail.manifest.checks.validation import check_files, load_manifest
+from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import target_problem
 from dovetail.manifest.types import HubAccess

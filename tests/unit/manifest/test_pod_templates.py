@@ -9,7 +9,7 @@ import yaml
 
 from dovetail.kube import names
 from dovetail.manifest.checks import pod_templates
-from dovetail.manifest.checks.validation import check
+from dovetail.manifest.checks.rules import check
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.protocol.process import env

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from dovetail.coordinator.loop.ppo_stage import stored_step
+from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.identity import check_complete, check_model, identify, write_id
 from dovetail.coordinator.store.manifest_changes import ChangeError, Settled, adopt, position, reshard
-from dovetail.coordinator.store.store import Store, StoreError, open_records
+from dovetail.coordinator.store.store import Store, open_records
 from dovetail.manifest.checks.changes import Change, changes
 from dovetail.manifest.training_types import Optimizer
 from dovetail.manifest.types import RLHFJobSpec, Stage

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dovetail.models.transfer import TransferError
+from dovetail.models.links.deadline import TransferError
 from dovetail.rollout.weight_receiver import FixedPlaces
 
 

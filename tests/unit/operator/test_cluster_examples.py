@@ -12,7 +12,7 @@ from dovetail.manifest.documents import parse, read_yaml
 from dovetail.manifest.resolve import resolve
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.objects import jobset
+from dovetail.operator.render.jobset import jobset
 from dovetail.planner.make_plan import make_plan
 
 FOLDER = Path(__file__).parents[3] / "examples/cluster"

@@ -30,7 +30,8 @@ from dovetail.operator.reconcile.children import Children
 from dovetail.operator.reconcile.history import JobHistory
 from dovetail.operator.reconcile.reconcile import AGAIN_SECONDS, PlanRefused
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.objects import jobset, supporting_objects, surplus_jobs
+from dovetail.operator.render.jobset import jobset, surplus_jobs
+from dovetail.operator.render.objects import supporting_objects
 from dovetail.operator.status_rate import STATUS_SECONDS, StatusRate
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.process.process_names import COORDINATOR

@@ -21,8 +21,8 @@ from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.reconcile.replan import needs
 from dovetail.operator.render.config_map import in_pods, spec_hash
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.jobset import claim_names, workload
-from dovetail.operator.render.objects import jobset, supporting_objects, surplus_jobs
+from dovetail.operator.render.jobset import claim_names, jobset, surplus_jobs, workload
+from dovetail.operator.render.objects import supporting_objects
 from dovetail.operator.render.pod import group_pod
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.plan import Plan

@@ -15,7 +15,8 @@ from dovetail.kube import names
 from dovetail.manifest.base import Model
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
-from dovetail.manifest.types import PPO, Group, RLHFJob, RLHFJobSpec
+from dovetail.manifest.training_types import PPO
+from dovetail.manifest.types import Group, RLHFJob, RLHFJobSpec
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner, read_job
 from dovetail.operator.reconcile.children import Children

@@ -8,7 +8,8 @@ import pytest
 from test_placement_job import spec
 
 from dovetail.manifest.checks.validation import warnings
-from dovetail.manifest.types import PPO, RLHFJobSpec
+from dovetail.manifest.training_types import PPO
+from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.candidate import scorer_models
 from dovetail.planner.make_plan import make_plan
 from helpers.plain import plain_spec

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dovetail.models.links.deadline import TransferError
+from dovetail.models.links.deadline import Deadline, TransferError
 from dovetail.models.links.gloo import GlooLink
 from dovetail.models.links.rendezvous import Rendezvous, SignedStore
-from dovetail.models.transfer import Deadline, call, listen, store_at
+from dovetail.models.transfer import call, listen, store_at
 from dovetail.trainer.communication.groups import Groups, PeerLost
 from dovetail.trainer.rank.sending import Exchange
 from helpers.free_ports import free_port

@@ -18,7 +18,8 @@ import torch
 import dovetail.trainer.weight_sender as sending
 from dovetail.coordinator.workers.offers import receive_for
 from dovetail.models.links import rendezvous
-from dovetail.models.transfer import Deadline, Part, TransferError, call, checksum
+from dovetail.models.links.deadline import Deadline, TransferError
+from dovetail.models.transfer import Part, call, checksum
 from dovetail.protocol.messages import Offer, Publish, Receive, Receiver, SendOn
 from dovetail.protocol.weights.buckets import bucket_specs
 from dovetail.protocol.weights.layout import StageRanks, Tensor

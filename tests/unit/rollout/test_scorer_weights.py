@@ -12,11 +12,11 @@ import torch
 from aiohttp.test_utils import TestClient, TestServer
 
 from dovetail.models import build_stage
+from dovetail.models.links.deadline import TransferError
 from dovetail.protocol.messages import Bucket, ModelRef, Offer, Publish, Receive, Receiver, Segment
 from dovetail.protocol.wire import pack
 from dovetail.rollout.scoring import forward_passes as scoring
 from dovetail.rollout.scoring.scorer_app import ScorerService, make_app
-from dovetail.rollout.weight_receiver import TransferError
 from dovetail.trainer.weight_sender import WeightSender
 from helpers.scorers import (
     HEADERS,

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.coordinator.sessions.effects import EpisodeLost, MayBeMade, NotMade, ToolCall, observe
+from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.samples import Key, NewSample
-from dovetail.coordinator.store.store import Store, StoreError
+from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.store.tool_calls import CallKey
 
 CALLS = [ToolCall(CallKey(1, 0, 3, 0, n // 2, n % 2), "pay", {"amount": n}) for n in range(4)]

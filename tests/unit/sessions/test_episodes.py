@@ -30,7 +30,7 @@ from dovetail.coordinator.store.experience_files import episode_arrays, experien
 from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, Sample, ScoreRow, State
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet, Timeouts
-from dovetail.manifest.types import Sessions
+from dovetail.manifest.training_types import Sessions
 from dovetail.protocol.sampling import SEED
 from dovetail.protocol.wire import LEARNT, OF_RESPONSE, pack, unpack
 from helpers.chat_templates import byte_tokens, shipped, with_ends

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.manifest.types import PPO
+from dovetail.manifest.training_types import PPO
 from dovetail.protocol.wire import Arrays, Document, pack, unpack
 from dovetail.trainer.algorithms.advantages import Statistics
 from dovetail.trainer.command_errors import BadCommand

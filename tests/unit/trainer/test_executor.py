@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dovetail.manifest.types import Optimizer
+from dovetail.manifest.training_types import Optimizer
 from dovetail.protocol.messages import Action
 from dovetail.trainer.communication.groups import PeerLost, peer_errors
 from dovetail.trainer.engine.executor import check_actions

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.manifest.types import PPO
+from dovetail.manifest.training_types import PPO
 from dovetail.protocol.wire import unpack
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.packed_batches import Sequences, mini_batches, read, shifted, split, split_padded, unpacked

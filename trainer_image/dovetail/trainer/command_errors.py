@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dovetail.manifest.callables import FunctionError
 from dovetail.models import ModelError
-from dovetail.models.transfer import TransferError
+from dovetail.models.links.deadline import TransferError
 from dovetail.trainer.communication.groups import PeerLost, RankFailed
 
 # These are texts of Gloo's and NCCL's errors. They come as plain RuntimeError, for example from a backward pass.

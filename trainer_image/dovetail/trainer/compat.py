@@ -14,21 +14,6 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from dovetail.models.compat import Private
 
-__all__ = [
-    "PRIVATE",
-    "abort_all_groups",
-    "copy_into",
-    "end_backward",
-    "forget_groups",
-    "is_view",
-    "metadata_path",
-    "multiply",
-    "norms",
-    "placed",
-    "take_whole_gradients",
-    "viewed",
-]
-
 PRIVATE = (
     Private(
         "torch:Tensor._is_view",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dovetail.manifest.callables import FunctionError, load_callable, time_limit
-from dovetail.manifest.types import PPO
+from dovetail.manifest.training_types import PPO
 from dovetail.protocol.experience import AdvantageFunction, Experience, FloatArray, advantages_of
 from dovetail.protocol.process.pulse import PROGRESS
 from dovetail.protocol.wire import Arrays

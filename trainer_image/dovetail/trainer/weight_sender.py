@@ -11,16 +11,14 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from dovetail.models.links.deadline import Deadline, Handle, TransferError
 from dovetail.models.links.rendezvous import Rendezvous
 from dovetail.models.transfer import (
     SLOWEST,
     Backend,
     Channel,
-    Deadline,
-    Handle,
     Named,
     Part,
-    TransferError,
     absent_ranks,
     listen,
     message_bytes,

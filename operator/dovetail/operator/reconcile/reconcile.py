@@ -43,16 +43,8 @@ from dovetail.operator.reconcile.drift import Drift, look_at
 from dovetail.operator.reconcile.plans import publish
 from dovetail.operator.reconcile.replan import Outlook
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.objects import (
-    WITH_PODS,
-    class_labels,
-    jobset,
-    lifted,
-    pods_changed,
-    supporting_objects,
-    surplus_jobs,
-    while_pods_live,
-)
+from dovetail.operator.render.jobset import class_labels, jobset, pods_changed, surplus_jobs
+from dovetail.operator.render.objects import WITH_PODS, lifted, supporting_objects, while_pods_live
 from dovetail.protocol.plan import Plan
 
 AGAIN_SECONDS = 2.0  # the time until the next look at changes without an event

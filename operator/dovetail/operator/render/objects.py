@@ -25,26 +25,9 @@ from dovetail.manifest.types import Role
 from dovetail.operator.render.config_map import config_map
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.gang import pod_group
-from dovetail.operator.render.jobset import class_labels, jobset, pods_changed, surplus_jobs
 from dovetail.operator.render.volume_claim import volume_claim
 from dovetail.protocol.process import env
 from dovetail.protocol.process.process_names import COORDINATOR
-
-__all__ = [
-    "SUPPORTING",
-    "WITH_PODS",
-    "class_labels",
-    "jobset",
-    "lifted",
-    "network_policy",
-    "pods_changed",
-    "role",
-    "role_binding",
-    "secret",
-    "supporting_objects",
-    "surplus_jobs",
-    "while_pods_live",
-]
 
 
 def secret(context: RenderContext, token: str) -> Object:

@@ -18,7 +18,7 @@ from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.budgets import SCORER_CPU_TOKENS, SCORER_LOGIT_BYTES, SCORER_TOKENS
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays
-from dovetail.rollout.scoring.host_weights import Copies, HostModels
+from dovetail.rollout.scoring.host_weights import CudaCopies, HostModels
 from dovetail.rollout.scoring.packed_samples import Pack, SamplesToScore, packs
 from dovetail.rollout.scoring.prefixes import Prefix, Prefixes, SeenTokens, held_of
 from dovetail.rollout.scoring.split import SplitModel, StagePass, build_split
@@ -60,7 +60,7 @@ class ModelScorer:
         dtype: torch.dtype = torch.float32,
         max_tokens: int = SCORER_TOKENS,
         progress: Callable[[str, int], None] = lambda model, tokens: None,
-        copies: Sequence[Copies] | None = None,
+        copies: Sequence[CudaCopies] | None = None,
         split: Mapping[str, int] | None = None,
     ) -> None:
         several = [devices] if isinstance(devices, str | torch.device) else devices

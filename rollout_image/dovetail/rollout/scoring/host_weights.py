@@ -8,7 +8,6 @@ wait. Nothing is copied back, because weights are only read. New weights are wri
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,32 +16,8 @@ from torch import Tensor, nn
 MARGIN_BYTES = 2 * 2**30
 
 
-class Copies(Protocol):
-    """The operations on a device that weights in host memory need."""
-
-    def pinned(self, tensor: Tensor) -> Tensor:
-        """The same values in page-locked host memory."""
-        ...
-
-    def bring(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Begin to copy host tensors to the device, all at once, and do not wait."""
-        ...
-
-    def arrived(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make the device's later work wait for the copies that `bring` has begun."""
-        ...
-
-    def drop(self) -> None:
-        """Give memory back to other processes, if no tensor uses it any more."""
-        ...
-
-    def free_bytes(self) -> int:
-        """The bytes of device memory that may be used."""
-        ...
-
-
 class CudaCopies:
-    """`Copies` on one GPU."""
+    """The operations on a GPU that weights in host memory need."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,9 +25,11 @@ class CudaCopies:
         self._event = torch.cuda.Event()
 
     def pinned(self, tensor: Tensor) -> Tensor:
+        """The same values in page-locked host memory."""
         return tensor.detach().cpu().pin_memory()
 
     def bring(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Begin to copy host tensors to the device, all at once, and do not wait."""
         # Work that still runs may use the memory that was freed.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -64,6 +41,7 @@ class CudaCopies:
         return copies
 
     def arrived(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make the device's later work wait for the copies that `bring` has begun."""
         current = torch.cuda.current_stream(self._device)
         current.wait_event(self._event)
         for tensor in tensors.values():
@@ -71,10 +49,12 @@ class CudaCopies:
             tensor.record_stream(current)
 
     def drop(self) -> None:
+        """Give memory back to other processes, if no tensor uses it any more."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
     def free_bytes(self) -> int:
+        """The bytes of device memory that may be used."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
 
@@ -82,7 +62,7 @@ class HostWeights:
     """The weights of a model or of one of its stages. After `use`, `module` computes with the copies on the device.
     Otherwise it holds the weights in host memory. It is not thread-safe."""
 
-    def __init__(self, module: nn.Module, copies: Copies) -> None:
+    def __init__(self, module: nn.Module, copies: CudaCopies) -> None:
         self._copies = copies
         self._parameters = dict(module.named_parameters())
         self._host: dict[str, Tensor] = {}
@@ -118,7 +98,7 @@ class HostWeights:
             self._arrived = True
 
     def leave(self) -> None:
-        """Remove the weights from the device. `Copies.drop` then frees the memory."""
+        """Remove the weights from the device. `CudaCopies.drop` then frees the memory."""
         for name, parameter in self._parameters.items():
             parameter.data = self._host[name]
         self._there, self._arrived = None, False
@@ -135,7 +115,7 @@ class HostModels:
     """The models of a scorer, by name, in the order in which the devices need them. `copies` has one entry for each
     device. Stage k of a model is on device k."""
 
-    def __init__(self, copies: Sequence[Copies], margin_bytes: int = MARGIN_BYTES) -> None:
+    def __init__(self, copies: Sequence[CudaCopies], margin_bytes: int = MARGIN_BYTES) -> None:
         self._copies, self._margin = tuple(copies), margin_bytes
         self._models: dict[str, list[HostWeights]] = {}
 

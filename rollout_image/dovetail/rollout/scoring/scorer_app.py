@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 
 from dovetail.gpus.gpu_failure import context_is_lost, names_cuda
+from dovetail.models.links.deadline import TransferError
 from dovetail.protocol.http import serving
 from dovetail.protocol.http.serving import Handler
 from dovetail.protocol.messages import ModelRef, Receive
@@ -24,7 +25,7 @@ from dovetail.protocol.process.pulse import PROGRESS
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 from dovetail.rollout.scoring.forward_passes import ModelScorer, NotReady
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
-from dovetail.rollout.weight_receiver import TransferError, WeightReceiver
+from dovetail.rollout.weight_receiver import WeightReceiver
 
 MAX_BODY_BYTES = 256 * 2**20
 R = TypeVar("R")

@@ -52,10 +52,11 @@ from dovetail.coordinator.samples.session_drawing import Episodes
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
 from dovetail.coordinator.sessions.environment_workers import job_environment
+from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.delivery import OutputError, check, deliver, deliver_history
 from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.manifest_changes import adopt, reshard
-from dovetail.coordinator.store.store import Store, StoreError
+from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet, InstanceHealth, Timeouts
 from dovetail.coordinator.workers.publishing import Publisher
 from dovetail.coordinator.workers.ranks import Ranks

@@ -30,11 +30,12 @@ from dovetail.coordinator.samples.lineup import Turn
 from dovetail.coordinator.samples.score import INFERENCE_SECONDS, Score
 from dovetail.coordinator.samples.scoring import Scorer
 from dovetail.coordinator.samples.session_drawing import Episodes
+from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.episodes import episode_facts
 from dovetail.coordinator.store.experience_files import episode_arrays, experience_arrays
 from dovetail.coordinator.store.samples import NewSample, Sample, State
 from dovetail.coordinator.store.step_rewards import step_arrays
-from dovetail.coordinator.store.store import Store, StoreError
+from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.weights import Weights
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import Span

@@ -10,9 +10,9 @@ from dovetail.coordinator.data.data_error import DataError, causes
 from dovetail.coordinator.reporting.health import UnhealthyError
 from dovetail.coordinator.rewards.calls import RewardError
 from dovetail.coordinator.samples.in_flight import GenerationError
+from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.delivery import OutputError
 from dovetail.coordinator.store.manifest_changes import ChangeError
-from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.workers.trainer_group import TrainerError
 
 # Errors whose message is a sentence for the user. For others the traceback is printed too.

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.coordinator.job import Job
-from dovetail.coordinator.reporting.health import Verdict
-from dovetail.coordinator.reporting.health_watch import HealthWatch
+from dovetail.coordinator.reporting.health import HealthWatch, Verdict
 from dovetail.coordinator.reporting.results import mean_ci95
 from dovetail.manifest.types import Stage
 from dovetail.protocol import clock

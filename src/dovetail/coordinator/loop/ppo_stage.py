@@ -28,7 +28,8 @@ from dovetail.coordinator.workers.ranks import Ranks, StagePlan
 from dovetail.coordinator.workers.weights import Weights
 from dovetail.manifest.resolve import ppo_config
 from dovetail.manifest.sizes import has_critic
-from dovetail.manifest.types import KL, RLHFJobSpec, Stage
+from dovetail.manifest.training_types import KL
+from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol import clock
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import Span, Step

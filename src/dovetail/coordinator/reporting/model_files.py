@@ -12,7 +12,7 @@ from dovetail.coordinator.data.text.chat_template import human_assistant_templat
 from dovetail.coordinator.reporting.model_card import LANGUAGE_MODELS, CardFacts, ListSize, model_card, source_name
 from dovetail.coordinator.store.delivery import trained
 from dovetail.manifest.fixed_names import DATA_KINDS
-from dovetail.manifest.types import Generation
+from dovetail.manifest.training_types import Generation
 from dovetail.protocol.files.durable import read_object, write_json, write_whole
 
 GENERATION_CONFIG = "generation_config.json"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from dovetail.coordinator.reporting.bill import Bill
 from dovetail.coordinator.reporting.page.overview import last_of_each_step
 from dovetail.coordinator.reporting.page.page_documents import PageDocuments, encode
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
@@ -146,11 +147,11 @@ def report_data(run: PageDocuments, most: int) -> bytes:
     return encode({"about": about, "answers": asked.found | {"overview": overview}})
 
 
-def write_report(run_dir: Path, prices: Mapping[str, float] | None = None) -> Path:
-    """Write report.html into a run directory, atomically. `prices` are those of `Bill`. Raises RunError if there is no
-    summary.json."""
+def write_report(run_dir: Path, bill: Bill | None = None) -> Path:
+    """Write report.html into a run directory, atomically. `bill` is that of `PageDocuments`. Raises RunError if there
+    is no summary.json."""
     read_summary(run_dir)
-    run, path = PageDocuments(_Ended(run_dir.resolve()), prices), run_dir / "report.html"
+    run, path = PageDocuments(_Ended(run_dir.resolve()), bill), run_dir / "report.html"
     try:
         try:
             write_whole(path, frozen_page(report_data(run, MOST_BYTES)))

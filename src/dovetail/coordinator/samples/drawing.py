@@ -29,11 +29,12 @@ from dovetail.coordinator.samples.migrations import Leave, Migration, StopString
 from dovetail.coordinator.samples.requests import RequestRefused, Requests, ServerFailure, body
 from dovetail.coordinator.samples.scoring import Finished
 from dovetail.coordinator.samples.streams import Growing
+from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.experts import reported_tokens
 from dovetail.coordinator.store.samples import Assignment, Key, Sample
-from dovetail.coordinator.store.store import Store, StoreError
+from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet, Instance, InstanceHealth
-from dovetail.manifest.types import Generation
+from dovetail.manifest.training_types import Generation
 from dovetail.protocol.process.endings import cancel
 
 GATHER_SECONDS = 0.005

@@ -22,7 +22,7 @@ from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.store.samples import Sample, State
 from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.coordinator.workers.weights import Weights
-from dovetail.manifest.types import Generation
+from dovetail.manifest.training_types import Generation
 from dovetail.protocol.sampling import asked_of_servers
 
 

@@ -12,9 +12,10 @@ from itertools import islice
 
 from dovetail.coordinator.samples.dispatch import Speeds
 from dovetail.coordinator.samples.migrations import Departure, Leave, Migration
+from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.experts import first_wanted, tokens_of
 from dovetail.coordinator.store.samples import Delta, Key, Sample
-from dovetail.coordinator.store.store import Store, StoreError
+from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.workers.fleet import Fleet, Instance, InstanceHealth
 from dovetail.protocol.messages import Span
 

@@ -17,7 +17,7 @@ import numpy as np
 from dovetail.coordinator.samples.in_flight import GenerationSettings, Work
 from dovetail.coordinator.store.experts import checked_rows
 from dovetail.coordinator.workers.fleet import Instance
-from dovetail.manifest.types import Generation
+from dovetail.manifest.training_types import Generation
 from dovetail.protocol.http.client_session import client_session, note_resent
 from dovetail.protocol.process.endings import cancel
 from dovetail.protocol.sample_stream import (

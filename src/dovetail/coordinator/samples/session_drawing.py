@@ -29,7 +29,7 @@ from dovetail.coordinator.sessions.episode import joined
 from dovetail.coordinator.sessions.play import BegunEnvironment, Ending, Environment, Played, Player, SampledTurn
 from dovetail.coordinator.store.episodes import EndedEpisode
 from dovetail.coordinator.store.samples import Key, Sample, State
-from dovetail.manifest.types import Generation, Sessions
+from dovetail.manifest.training_types import Generation, Sessions
 from dovetail.protocol.process.endings import cancel
 
 # Draws a turn, which is a pending sample, with at most so many tokens. Returns it when it is generated.

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.identity import check_own
-from dovetail.coordinator.store.store import StoreError
 from dovetail.manifest.types import TRAINED_MODELS, ObjectStorage, Output, Stage
 
 # A folder without this file does not count as a model, so it is written last.

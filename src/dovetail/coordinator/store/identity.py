@@ -10,7 +10,8 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from dovetail.coordinator.store.store import Store, StoreError
+from dovetail.coordinator.store.database import StoreError
+from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import TRAINED_MODELS, Stage
 from dovetail.protocol.files.durable import read_object, write_json
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from dovetail.coordinator.store.store import KeyValues
 from dovetail.manifest.checks.changes import changes
-from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage
+from dovetail.manifest.training_types import Optimizer
+from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import Step
 from dovetail.protocol.plan import Plan
 

@@ -23,7 +23,6 @@ from dovetail.coordinator.store.samples import NewSample, Sample, SampleTable
 from dovetail.coordinator.store.tool_calls import ToolCalls
 from dovetail.protocol.wire import BRANCH, Array
 
-__all__ = ["KeyValues", "Store", "StoreError", "in_slices", "open_records"]
 # A long change of the store changes this many rows between two turns of the event loop.
 AT_ONCE = 256
 

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.job import Job
+from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.identity import check_own, delete_folder
-from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.workers.trainer_group import (
     CheckpointDamaged,
     TrainerError,

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.identity import (
     RESULTS,
     delete_run,
@@ -24,7 +25,7 @@ from dovetail.coordinator.store.identity import (
     write_id,
 )
 from dovetail.coordinator.store.manifest_changes import SPEC, ChangeError, check, ranks_text, remember
-from dovetail.coordinator.store.store import StoreError, open_records
+from dovetail.coordinator.store.store import open_records
 from dovetail.manifest.checks.changes import changes
 from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol.errors import RunError, UsageError

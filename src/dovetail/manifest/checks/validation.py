@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from dovetail.manifest.checks.files import check_files
 from dovetail.manifest.checks.name_rules import check_name
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.documents import ManifestError, is_file, parse, read_yaml, with_home
@@ -14,17 +13,6 @@ from dovetail.manifest.field_policy import NoEffect, without_effect
 from dovetail.manifest.resolve import absolute_paths, resolve
 from dovetail.manifest.sizes import has_critic, pod_count
 from dovetail.manifest.types import Dtype, Evaluation, RLHFJob, RLHFJobSpec, Role, Stage
-
-__all__ = [
-    "ManifestError",
-    "absolute_paths",
-    "check",
-    "check_files",
-    "load_manifest",
-    "parse_manifest",
-    "resolve",
-    "warnings",
-]
 
 
 def parse_manifest(path_or_text: str | Path) -> RLHFJob:

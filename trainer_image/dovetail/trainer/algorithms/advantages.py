@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dovetail.manifest.training_types import Overlong
-from dovetail.manifest.types import PPO
+from dovetail.manifest.training_types import PPO, Overlong
 from dovetail.protocol.experience import WHITEN_EPS
 from dovetail.trainer.algorithms.kl import kl_estimate
 from dovetail.trainer.algorithms.masks import inside, kept, wide

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dovetail.manifest.callables import FunctionError, load_callable, time_limit
-from dovetail.manifest.types import PPO
+from dovetail.manifest.training_types import PPO
 from dovetail.protocol.process.pulse import PROGRESS
 from dovetail.trainer.algorithms.kl import log_ratio
 from dovetail.trainer.algorithms.masks import inside, kept

@@ -230,6 +230,3 @@ def first_line(problem: BaseException) -> str:
     failures = list(getattr(problem, "failures", {}).values())
     lines = str(failures[0][0] if failures else problem).strip().splitlines()
     return lines[0] if lines else type(problem).__name__
-
-
-__all__ = ["STATE", "CheckpointDamaged", "RankFailed", "checked_state", "first_line", "restore", "save"]

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage
+from dovetail.manifest.training_types import Optimizer
+from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.models.config import balance_coefficient
 from dovetail.models.layers.expert_routing import take_counts, take_unbalance
 from dovetail.protocol.messages import Action, Load, Step
@@ -36,8 +37,6 @@ from dovetail.trainer.engine.parallel import (
 )
 from dovetail.trainer.engine.reduction import Reduction
 from dovetail.trainer.weight_sender import Source, WeightParts
-
-__all__ = ["Engine", "EngineModel", "MicroBatch"]
 
 Stepped = Callable[[str, dict[str, float]], None]
 

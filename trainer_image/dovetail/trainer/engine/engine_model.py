@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from dovetail.gpus.kernels import can_compile
 from dovetail.manifest.model_shape import Head
-from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage, TrainedModel
+from dovetail.manifest.training_types import Optimizer
+from dovetail.manifest.types import RLHFJobSpec, Stage, TrainedModel
 from dovetail.models import ModelError, PipelineStage, load_config
 from dovetail.models.build import fill, local_part, open_source
 from dovetail.models.compiled import compile_layers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from dovetail.manifest.types import Optimizer
+from dovetail.manifest.training_types import Optimizer
 from dovetail.protocol.budgets import OFFLOAD_NUMBERS
 from dovetail.trainer import compat
 

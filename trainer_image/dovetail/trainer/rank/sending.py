@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dovetail.models.transfer import TransferError, store_at
+from dovetail.models.links.deadline import TransferError
+from dovetail.models.transfer import store_at
 from dovetail.protocol.messages import Command, CommandResult, NextRequest, Publish, Span
 from dovetail.trainer.communication.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.rank.coordinator_client import CoordinatorUnreachable, RankProcess, Refused, StaleGeneration

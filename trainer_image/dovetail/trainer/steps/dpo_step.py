@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dovetail.manifest.types import DPO
+from dovetail.manifest.training_types import DPO
 from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Evaluate, Step
 from dovetail.protocol.wire import Arrays

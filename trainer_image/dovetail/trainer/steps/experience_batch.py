@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dovetail.manifest.types import PPO, Dtype, RLHFJobSpec, Role
+from dovetail.manifest.training_types import PPO
+from dovetail.manifest.types import Dtype, RLHFJobSpec, Role
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.wire import BRANCH, LEARNT, Arrays
 from dovetail.trainer.algorithms.advantages import (

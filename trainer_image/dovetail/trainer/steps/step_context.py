@@ -21,7 +21,8 @@ from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.policy import PolicyLoss
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.communication.groups import Groups, peer_errors
-from dovetail.trainer.engine.engine import Engine, EngineModel
+from dovetail.trainer.engine.engine import Engine
+from dovetail.trainer.engine.engine_model import EngineModel
 from dovetail.trainer.engine.executor import MicroBatch, check_actions
 from dovetail.trainer.functions import UserAdvantages
 from dovetail.trainer.packed_batches import (

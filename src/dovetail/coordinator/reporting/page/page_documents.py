@@ -6,7 +6,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,11 @@ class NotKept(LookupError):
 
 
 class PageDocuments:
-    """Answers the page's questions about one run. It may be used from several threads. `prices` are those of `Bill`."""
+    """Answers the page's questions about one run. It may be used from several threads. `bill` is the run's, by default
+    one without prices."""
 
-    def __init__(self, folder: RunFolder, prices: Mapping[str, float] | None = None) -> None:
-        self.folder, self.bill = folder, Bill(folder, prices)
+    def __init__(self, folder: RunFolder, bill: Bill | None = None) -> None:
+        self.folder, self.bill = folder, bill or Bill(folder)
         self._answers: dict[str, Callable[..., Document]] = {
             "history": self._history,
             "samples": self._samples,
