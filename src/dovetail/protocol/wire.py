@@ -89,10 +89,6 @@ def padded(flat: Array, lengths: NDArray[np.int64], pad: float, rows: Sequence[i
     return table
 
 
-def _flattened(table: Array, lengths: NDArray[np.int64]) -> Array:
-    return np.concatenate([row[:length] for row, length in zip(table, lengths, strict=True)])
-
-
 class SampleArrays(MutableMapping[str, Array]):
     """The arrays of a batch, by name. Those with an entry for each token are kept without padding. They are padded each
     time that they are asked for. `flat` has them, and `pads` what fills them up."""
@@ -145,7 +141,8 @@ class SampleArrays(MutableMapping[str, Array]):
             else:
                 lengths = row_lengths(name, self._arrays)
                 assert lengths is not None
-                flat[name], pads[name] = _flattened(array, lengths), pad
+                flat[name] = np.concatenate([row[:length] for row, length in zip(array, lengths, strict=True)])
+                pads[name] = pad
         return flat, pads
 
 

@@ -324,13 +324,12 @@ def memory_request(plan: Plan, group: Group) -> str:
 
     It is in none of the hashes that decide whether running pods are replaced, because a new plan or a new version of
     the operator may compute another number."""
-    wanted = _on_gpus(plan, group) if not group.on_cpu else _on_cpus(plan, group)
+    if group.on_cpu:
+        wanted = MARGIN * max((pod.used for pod in plan.memory if pod.group == group.name), default=0.0)
+    else:
+        wanted = _on_gpus(plan, group)
     steps = math.ceil(max(wanted, LEAST_BYTES) / STEP_BYTES)
     return f"{steps // 4}Gi" if steps % 4 == 0 else f"{steps * 256}Mi"
-
-
-def _on_cpus(plan: Plan, group: Group) -> float:
-    return MARGIN * max((pod.used for pod in plan.memory if pod.group == group.name), default=0.0)
 
 
 def _on_gpus(plan: Plan, group: Group) -> float:

@@ -145,7 +145,8 @@ def prediction_tables(prediction: Prediction, title: str = "Predicted PPO iterat
     if prediction.memory:
         parts += ["", _memory(prediction)]
     if prediction.lags:
-        parts += ["", _lags(prediction), _lag_choice(prediction)]
+        parts += ["", _lags(prediction)]
+        parts.append(f"The planner would take lag {prediction.best_lag}: {prediction.best_lag_reason}.")
     if prediction.alternatives:
         parts += ["", _alternatives(prediction)]
     return Group(*parts)
@@ -267,10 +268,6 @@ def lag_row(row: PredictedLag) -> tuple[str, str, str, str, str]:
 
     idle = told(row.trainer_idle, ".0%"), told(row.rollout_idle, ".0%")
     return str(row.lag), told(row.iteration_seconds, ".3g"), *idle, row.problem or ""
-
-
-def _lag_choice(prediction: Prediction) -> str:
-    return f"The planner would take lag {prediction.best_lag}: {prediction.best_lag_reason}."
 
 
 def _alternatives(prediction: Prediction) -> Table:

@@ -186,7 +186,8 @@ class RunDir:
             run = run_of(self.path)
         except StoreError as error:
             raise UsageError(str(error)) from error
-        results = [f"{name}/" for name in RESULTS if _holds_files(self.path / name)]
+        folders = ((name, self.path / name) for name in RESULTS)
+        results = [f"{name}/" for name, folder in folders if folder.is_dir() and any(folder.iterdir())]
         if run is None:
             if taken := names_taken(self.path):
                 raise UsageError(
@@ -215,10 +216,6 @@ class RunDir:
                 "files stay), or choose another --run-dir"
             )
         return run
-
-
-def _holds_files(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
 
 
 def lag_of_run(run_dir: Path) -> int | None:

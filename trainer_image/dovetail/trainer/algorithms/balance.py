@@ -29,10 +29,6 @@ def _join(a: _Bin, b: _Bin) -> _Bin:
     return a[0] + b[0], min(a[1], b[1]), (a[2], b[2])
 
 
-def _weight(b: _Bin) -> tuple[float, int]:
-    return -b[0], b[1]
-
-
 def partition(lengths: Sequence[float], k: int, equal_counts: bool = False) -> list[list[int]]:
     """Split items into k groups with nearly equal sums of `lengths`. Returns each group's indices, ascending.
 
@@ -61,7 +57,7 @@ def partition(lengths: Sequence[float], k: int, equal_counts: bool = False) -> l
         _, _, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
         merged = [_join(a, b) for a, b in zip(first, reversed(second), strict=True)]
-        merged.sort(key=_weight)
+        merged.sort(key=lambda b: (-b[0], b[1]))
         heapq.heappush(heap, (-(merged[0][0] - merged[-1][0]), serial, merged))
         serial += 1
     groups = [_leaves(tree) for _, _, tree in heap[0][2]] if heap else [[] for _ in range(k)]

@@ -137,12 +137,12 @@ def _divisors(spec: RLHFJobSpec) -> str:
     return ", ".join(str(pp) for pp in range(1, high + 1) if high % pp == 0)
 
 
-def _rules_of(name: str) -> tuple[Rule, ...]:
-    return _fills_the_ranks(name), _layer_for_each_stage(name), _layers_for_two_stages(name)
-
-
 LAYOUT_RULES = (
-    *(rule for name in ("actor", "critic") for rule in _rules_of(name)),
+    *(
+        rule(name)
+        for name in ("actor", "critic")
+        for rule in (_fills_the_ranks, _layer_for_each_stage, _layers_for_two_stages)
+    ),
     *(_whole_adapters(model) for model in ("actor", "critic", "reward")),
     spec_rule(
         _same_tensor_parallel,
