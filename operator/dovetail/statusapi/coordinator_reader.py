@@ -105,7 +105,7 @@ class CoordinatorReader:
         return await self._large(job, f"/v1/traces/{iteration}", take)
 
     async def page(self, job: Object, question: str, take: Callable[[int], None]) -> bytes:
-        """The coordinator's answer to one of the run page's questions (`protocol.http.page_questions`). `take` and the
+        """The coordinator's answer to one of the run page's questions (`protocol.files.run_rows`). `take` and the
         errors are those of `trace`."""
         return await self._large(job, f"/v1/page/{question}", take)
 
