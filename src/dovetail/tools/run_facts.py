@@ -29,10 +29,11 @@ MEASURED = re.compile(
     r"seconds|per_second|_peak_bytes$|^(began|times?|rollout|instance|incarnation|attempt|"
     r"assignments|run)$"
 )
-# Records that are times of clocks or files, or that exist in a number that depends on them.
+# Records that are times of clocks or files, that exist in a number that depends on them, or that are cut to them, as
+# pipeline schedules are.
 UNSTEADY = re.compile(
     r"^(job/seconds|run/id|folders/.*|store/.*|trainers/generation|fact/(stages\..*|fusion|versions)|ppo/fusion.*|ppo/totals|"
-    r".*/began|result/(?!\w+/\d+/step$).*)$"
+    r".*/began|\w+/schedules|result/(?!\w+/\d+/step$).*)$"
 )
 
 
@@ -158,6 +159,8 @@ def _store(run: Path) -> Iterator[Fact]:
                 for row in rows:
                     if not UNSTEADY.match(row["key"]):
                         value = _anywhere(run, row["value"])
+                        if row["key"].endswith("/facts"):
+                            value.pop("schedule", None)
                         yield Fact(_when(row["key"]), "store", "store row of kv", row["key"], _shown(value))
                 continue
             for row in rows:

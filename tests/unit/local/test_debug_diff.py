@@ -116,6 +116,21 @@ def test_iterations_whose_batches_are_deleted_are_compared_by_their_record(tmp_p
     assert "the first difference: rewards (record of iteration 2 (trained))" in found.output
 
 
+def test_schedules_that_follow_measured_times_are_no_difference(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "one"), write_run(tmp_path / "other")]
+    for run, words in zip(runs, (["FFBB"], ["FBFB"]), strict=True):
+        store = Store(run)
+        store.put("sft/schedules", [[1, {"family": "serial", "words": words}]])
+        store.put("ppo/1/facts", {"kl_coef": 0.05, "train_actor": True, "schedule": {"words": words}})
+        store.close()
+    found = ask(*runs)
+    assert found.exit_code == 0, found.output
+    store = Store(runs[1])
+    store.put("ppo/1/facts", {"kl_coef": 0.06, "train_actor": True, "schedule": None})
+    store.close()
+    assert "the first difference: ppo/1/facts" in ask(*runs).output
+
+
 def test_settings_come_first(tmp_path: Path) -> None:
     one = write_run(tmp_path / "one")
     found = ask(one, write_run(tmp_path / "other", another_token, seed=4))
