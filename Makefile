@@ -24,7 +24,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 DRILL_ARGS ?=
 
 .PHONY: help docs install tools demo drill test test-fast test-nightly budgets same-bits lint format generate families requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-race bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-fleet report-performance bench-batches bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu test-gpu clean
-.PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images images-push
+.PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images images-push release
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
@@ -214,6 +214,12 @@ PUSH_ARGS ?=
 images-push: ## Push them to REGISTRY=..., and print chart values that name them by digest
 	@test -n "$(REGISTRY)" || { echo "give REGISTRY, such as make images-push REGISTRY=registry.example.com/team"; exit 2; }
 	@$(DEVCLUSTER) push $(REGISTRY) $(PUSH_ARGS)
+
+RELEASE_ARGS ?=
+
+release: install ## Push them and the chart, signed with KEY=cosign.key, with a list of the packages in each (SBOM)
+	@test -n "$(REGISTRY)" -a -n "$(KEY)" || { echo "give REGISTRY and KEY, such as make release REGISTRY=registry.example.com/team KEY=cosign.key"; exit 2; }
+	@$(DEVCLUSTER) release $(REGISTRY) --key $(KEY) --requirements $(REQUIREMENTS) $(RELEASE_ARGS)
 
 bench-switch: install ## Switching a model's layout: bytes and time, and overlapped with the optimizer
 	$(BIN)/python benchmarks/bench_switch.py

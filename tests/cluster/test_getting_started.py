@@ -3,6 +3,7 @@ NetworkPolicies are executed. So all that a job needs of others passes the polic
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -402,3 +403,51 @@ def the_operators_word(own: KubeCluster, job: str) -> None:
     assert set(re.findall(r'\w+="[^"]*"', state)) == set(labels.split(","))
     assert state.endswith(" 1.0")
     assert re.search(r"^dovetail_operator_leading 1.0$", text, re.MULTILINE)
+
+
+@pytest.mark.nightly  # it builds cosign
+def test_a_release_is_signed_with_the_packages_of_its_images(tmp_path: Path) -> None:
+    """Whoever has the public key checks images, chart and lists with the commands that `make release` prints."""
+    thin_images(tmp_path)
+    cosign = binaries.path_of("cosign")
+    environment = {**os.environ, "COSIGN_PASSWORD": "", "PATH": f"{cosign.parent}:{os.environ['PATH']}"}
+
+    def run(*words: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            list(map(str, words)), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1200
+        )
+        assert not check or done.returncode == 0, done.stderr
+        return done
+
+    run(cosign, "generate-key-pair")
+    with registry("127.0.0.1", tmp_path) as address:
+        options = f"--insecure --tag {TAG} --folder {tmp_path / 'release'}"
+        key = tmp_path / "cosign.key"
+        made = run("make", "-s", "-C", REPOSITORY, "release", f"REGISTRY={address}/team", f"KEY={key}",
+                   f"RELEASE_ARGS={options}")  # fmt: skip
+        checks = [line.split() for line in made.stdout.splitlines() if line.startswith("cosign ")]
+        assert len(checks) == 7, "three images with their lists, and the chart"
+        for words in checks:
+            run(*words)
+        # Another's signature does not count.
+        for name in ("other", "pulled"):
+            (tmp_path / name).mkdir()
+        run("sh", "-c", f"cd other && {cosign} generate-key-pair")
+        other = [str(tmp_path / "other/cosign.pub") if word.endswith("cosign.pub") else word for word in checks[0]]
+        assert run(*other, check=False).returncode != 0
+        # The list of an image is in the registry, and names what its lock names.
+        (words,) = (w for w in checks if w[1] == "verify-attestation" and "/operator@" in w[-1])
+        payload = json.loads(run(*words).stdout.splitlines()[0])["payload"]
+        listed = json.loads(base64.b64decode(payload))["predicate"]["components"]
+        locked = re.findall(r"^([\w.-]+)==([\w.+-]+)", (REPOSITORY / "requirements/operator.txt").read_text(), re.M)
+        assert {(p["name"].lower(), p["version"]) for p in listed} == {(name.lower(), v) for name, v in locked}
+        # The chart that was signed is the one that is installed, and its pods have the signed images.
+        chart, digest = checks[-1][-1].split("@")
+        pulled = run(
+            binaries.path_of("helm"), "pull", f"oci://{chart}@{digest}", "--plain-http", "-d", tmp_path / "pulled"
+        )
+        assert digest in pulled.stdout + pulled.stderr
+        (package,) = (tmp_path / "pulled").iterdir()
+        made_of = run(binaries.path_of("helm"), "template", package, "-f", tmp_path / "release/values.yaml").stdout
+        for words in checks[:-1]:
+            assert words[-1] in made_of

@@ -34,7 +34,7 @@ MODULES = {
 # Without the clouds' client libraries, which only look for targets: half the build.
 TAGS = {"promtool": "remove_all_sd"}
 # Built only where they are named: few tests use them, and Kubernetes is compiled in another release for this one.
-ON_REQUEST = {"coscheduling": ["coscheduling"]}
+ON_REQUEST = {"coscheduling": ["coscheduling"], "cosign": ["cosign"]}
 CONTROL_PLANE = ("kubernetes",)
 CLUSTER = ("kubernetes", "helm", "containerd", "jobset", "coredns")
 TOOLS = ("helm", "helm-unittest", "kubeconform", "promtool", "versitygw")

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from devcluster import addons, binaries, control_plane, dockerfiles, lifecycle, nodes, preflight
-from devcluster.settings import NODES, Cluster, ClusterError, cluster_name, find, state_root
+from devcluster import addons, binaries, control_plane, dockerfiles, lifecycle, nodes, preflight, release
+from devcluster.settings import NODES, REPOSITORY, Cluster, ClusterError, cluster_name, find, state_root
 from devcluster.supervisor import Supervisor
 
 
@@ -118,10 +118,22 @@ def _push(arguments: argparse.Namespace) -> int:
     names = arguments.image or list(dockerfiles.FOLDERS)
     tag = arguments.as_tag or dockerfiles.released()
     pushed = dockerfiles.push(names, arguments.tag, arguments.registry, tag, arguments.insecure)
-    print("# helm install with these values:")
-    print(f"images:\n  registry: {arguments.registry.rstrip('/')}\n  tag: {json.dumps(tag)}")
-    for name, digest in pushed.items():
-        print(f"  {name}: {{digest: {json.dumps(digest)}}}")
+    print(release.values(arguments.registry.rstrip("/"), tag, pushed), end="")
+    return 0
+
+
+def _release(arguments: argparse.Namespace) -> int:
+    made = release.Release(
+        arguments.registry.rstrip("/"),
+        arguments.tag,
+        arguments.key.resolve(),
+        arguments.folder.resolve(),
+        arguments.requirements,
+        arguments.insecure,
+    )
+    checks = made.publish()
+    print(f"# chart values, and the packages of each image, are in {made.folder}; whoever has the public key checks:")
+    print("\n".join(checks))
     return 0
 
 
@@ -190,6 +202,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("image", nargs="*")
     command.add_argument("--tag", default="dev", help="the tag that they were built with")
     command.add_argument("--as-tag", help="their tag there (else the chart's appVersion)")
+    command.add_argument("--insecure", action="store_true", help="the registry has no TLS")
+    command = add("release", _release, "push images and chart, signed, with the packages of each image")
+    command.add_argument("registry", help="such as registry.example.com/team")
+    command.add_argument("--key", type=Path, required=True, help="cosign's private key; COSIGN_PASSWORD: its password")
+    command.add_argument("--tag", default="dev", help="the tag that the images were built with")
+    command.add_argument("--folder", type=Path, default=REPOSITORY / "dist/release", help="where the files go")
+    command.add_argument("--requirements", default="rollout-cpu.txt", help="the rollout image's list")
     command.add_argument("--insecure", action="store_true", help="the registry has no TLS")
     command = add("registry", _registry, "let the nodes pull from a registry without TLS")
     command.add_argument("address", help="host:port")
