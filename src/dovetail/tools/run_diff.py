@@ -29,12 +29,14 @@ from dovetail.tools.run_facts import (
     read_facts,
     sample_columns,
     sample_names,
+    text_rows,
 )
 
 # The name of a run, and what follows from settings: it is said by the settings.
 _SETTINGS, _FOLLOWS = "job.json", ("plan.json", "run/")
 _NAMES = ("metadata.", "status")
 SHOWN_TOKENS = 8
+SHOWN_CHARACTERS = 24
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,10 @@ def diff_runs(one: Path, other: Path, layers: bool = False) -> RunDiff:
         return RunDiff(settings, max(known, default=0), "", [])
     x, y = results[0]
     earlier = known if x.when[0] > STAGES["ppo"] else {n for n in known if x.when[:2] > (STAGES["ppo"], n)}
-    batch = x.what.startswith("batch of iteration")
-    evidence = _of_batch(one, other, x, layers) if batch else [f"{_shown(x)} and {_shown(y)}"]
+    if x.what.startswith("batch of iteration"):
+        evidence = _of_batch(one, other, x, layers)
+    else:
+        evidence = _of_texts(one, other, x) if x.kind == "samples" else [f"{_shown(x)} and {_shown(y)}"]
     told = f"{x.item} ({x.what}) differ{'' if x.item in COLUMNS.values() else 's'}"
     more = len({pair[0].what for pair in results}) - 1
     evidence += [f"{more} more kinds of results differ after it"] if more else []
@@ -88,6 +92,21 @@ def _is_result(fact: Fact) -> bool:
 
 def _shown(fact: Fact | None) -> str:
     return "missing" if fact is None else "another content" if fact.value.startswith(HASH) else fact.value
+
+
+def _of_texts(one: Path, other: Path, fact: Fact) -> list[str]:
+    """A line for each field of a kept text that differs."""
+    a, b = (text_rows(run / fact.what)[fact.item] for run in (one, other))
+    return [f"{name}: {_around(a[name], b.get(name))}" for name in a if a[name] != b.get(name)]
+
+
+def _around(a: object, b: object) -> str:
+    """Two values, long ones only where they differ first."""
+    texts = [str(each) for each in (a, b)]
+    at = next((n for n, (x, y) in enumerate(zip(*texts, strict=False)) if x != y), min(map(len, texts)))
+    begin = max(0, at - SHOWN_CHARACTERS)
+    shown = [repr(text[begin:][: 2 * SHOWN_CHARACTERS]) if isinstance(a, str) else text for text in texts]
+    return " and ".join(shown)
 
 
 def _versions(one: Path, other: Path) -> Iterator[str]:

@@ -140,10 +140,14 @@ def _texts(run: Path) -> Iterator[Fact]:
     for path in sorted((run / "samples").glob("*.jsonl")):
         number = path.stem.rpartition("-")[2]
         step = int(number) if number.isdecimal() else 0
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            item = f"prompt {row['prompt_index']}, sample {row.get('sample_index', 0)}"
+        for item, row in text_rows(path).items():
             yield Fact((STAGES["ppo"], step, 1), "samples", f"samples/{path.name}", item, _shown(row))
+
+
+def text_rows(path: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a samples file, without what is measured, by the names of their samples."""
+    rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    return {f"prompt {row['prompt_index']}, sample {row.get('sample_index', 0)}": _steady(row) for row in rows}
 
 
 def _store(run: Path) -> Iterator[Fact]:

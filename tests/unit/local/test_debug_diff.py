@@ -131,6 +131,22 @@ def test_schedules_that_follow_measured_times_are_no_difference(tmp_path: Path) 
     assert "the first difference: ppo/1/facts" in ask(*runs).output
 
 
+def test_answers_that_differ_are_shown(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "one"), write_run(tmp_path / "other")]
+    for run, colour in zip(runs, ("grey", "green"), strict=True):
+        text = f"It is a long story, so here is the end of it: the {colour} cat sat down"
+        row = {"prompt_index": 4, "response": text, "tokens": len(colour), "finish_reason": "stop"}
+        (run / "samples/evaluation-000000.jsonl").write_text(json.dumps(row) + "\n")
+    found = ask(*runs)
+    assert "the first difference: prompt 4, sample 0 (samples/evaluation-000000.jsonl) differs" in found.output
+    assert (
+        "response: 's the end of it: the grey cat sat down' and 's the end of it: the green cat sat down'"
+        in found.output
+    )
+    assert "tokens: 4 and 5" in found.output
+    assert "finish_reason" not in found.output
+
+
 def test_settings_come_first(tmp_path: Path) -> None:
     one = write_run(tmp_path / "one")
     found = ask(one, write_run(tmp_path / "other", another_token, seed=4))
