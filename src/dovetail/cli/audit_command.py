@@ -104,7 +104,7 @@ def _show(audited: RunAudit) -> None:
 
 
 def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False, min_width=len(title))
     table.add_column(first)
     for column in columns:
         table.add_column(column, justify="right")
