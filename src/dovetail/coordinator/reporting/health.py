@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from prometheus_client import Gauge
+from typing import TYPE_CHECKING, Any
 
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RLHFJobSpec
+
+if TYPE_CHECKING:
+    from prometheus_client import Gauge
 
 # Rounding between bfloat16 engines gives about 0.01 nats per token. Different weights give far more.
 MISMATCH_NATS = 0.05
