@@ -12,6 +12,7 @@ OTHERS = (
     "dovetail.cli.run",
     "dovetail.coordinator.main",
     "dovetail.coordinator.rewards.worker",
+    "dovetail.coordinator.sessions.agent_worker",
     "dovetail.coordinator.sessions.environment_worker",
     "dovetail.coordinator.schedules.scheduling",
     "dovetail.launch.zygote",

@@ -42,6 +42,7 @@ IMAGES = (
         (
             "dovetail.statusapi.__main__",
             "dovetail.coordinator.rewards.worker",
+            "dovetail.coordinator.sessions.agent_worker",
             "dovetail.coordinator.sessions.environment_worker",
         ),
     ),

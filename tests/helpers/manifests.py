@@ -536,6 +536,15 @@ RULES = [
                 {"sessions": {"environment": {"function": "a:B", "url": "http://a"}}},
                 "spec.sessions.environment has function and url; give exactly one of function, url.",
             ),
+            ({"sessions": {}}, "spec.sessions names nothing; give exactly one of environment, agent."),
+            (
+                {"sessions": {"environment": {"function": "a:B"}, "agent": {"command": ["a"]}}},
+                "spec.sessions has environment and agent; give exactly one of environment, agent.",
+            ),
+            (
+                {"sessions": {"agent": {"command": ["a"]}, "effects": "AtMostOnce"}},
+                "spec.sessions.effects has no effect with an agent, whose tools are its own; remove it.",
+            ),
             ({"stages": ["sft"]}, "spec.sessions has no effect without ppo in spec.stages; remove it."),
             ({"models.reward": {}}, "spec.sessions plays episodes, which no reward model scores; name a function in"),
             ({"generation.stop": ["!"]}, "spec.generation.stop would end turns without the token that the chat"),

@@ -442,10 +442,32 @@ class SessionEnvironment(Model):
     )
 
 
-class Sessions(Model):
-    """Episodes in place of samples: the model and the tools of an environment in turn."""
+class SessionAgent(Model):
+    """A program that plays an episode: it asks for the model's turns, and has tools of its own."""
 
-    environment: SessionEnvironment = Field(description="The tools, and what they work on.")
+    command: list[Annotated[str, Field(max_length=2048)]] = Field(
+        min_length=1,
+        max_length=64,
+        description="The program and its arguments. It is started once for each episode, in models.reward.importPath "
+        "or the folder of the job. It gets the prompt's record as JSON on its input, and asks at OPENAI_BASE_URL with "
+        "OPENAI_API_KEY.",
+    )
+    timeout_seconds: Annotated[PositiveFloat, WHEN_RESUMED] = Field(
+        default=600.0,
+        description="Longest time from one turn of the model to the next that it asks for, and from the last to its "
+        "end. Then it has failed.",
+    )
+
+
+class Sessions(Model):
+    """Episodes in place of samples: the model and tools in turn. Give exactly one of environment and agent."""
+
+    environment: SessionEnvironment | None = Field(
+        default=None, description="The tools of the model, and what they work on."
+    )
+    agent: SessionAgent | None = Field(
+        default=None, description="A program of your own that asks for the model's turns as from OpenAI's API."
+    )
     max_turns: int = Field(default=8, ge=1, le=1000, description="Largest number of turns of the model in an episode.")
     max_tokens: PositiveInt | None = Field(
         default=None,
@@ -463,18 +485,21 @@ class Sessions(Model):
         default="Zero",
         description="What becomes of an episode that the model failed: it called tools in its last turn too, wrote a "
         "call that cannot be read, or reached a limit of tokens. Zero: it earned 0. Discard: it is not trained. "
-        "An episode that the environment failed is never trained.",
+        "An episode that the environment or the agent failed is never trained.",
     )
     sandbox: Annotated[Literal["Bubblewrap", "None"], WHEN_RESUMED] = Field(
         default="Bubblewrap",
-        description="What is around the environment's processes. Bubblewrap: no network, no files but the system's, "
-        "Python's and those beside the class, and limits; bwrap must be installed. None: they may do what the job may.",
+        description="What is around the processes of the environment or the agent. Bubblewrap: no network, no files "
+        "but the system's, Python's and those beside the code, and limits; bwrap must be installed. None: they may do "
+        "what the job may.",
     )
 
     @property
     def repeatable(self) -> bool:
         """Whether a call may be made twice if nobody knows whether it was made."""
-        return self.effects == "Repeatable" or (self.effects == "Auto" and self.environment.url is None)
+        return self.effects == "Repeatable" or (
+            self.effects == "Auto" and self.environment is not None and self.environment.url is None
+        )
 
 
 class Generation(Model):

@@ -839,7 +839,7 @@ class RLHFJobSpec(Model):
     )
     sessions: Annotated[Sessions | None, fixed("episodes under way were begun with it")] = Field(
         default=None,
-        description="Set: samples are episodes of several turns, in which the model calls the tools of an environment.",
+        description="Set: samples are episodes of several turns, with the tools of an environment or with an agent.",
     )
     evaluation: Annotated[Evaluation, WHEN_RESUMED] = Field(
         default_factory=Evaluation, description="How the policy is measured on prompts that it does not train on."

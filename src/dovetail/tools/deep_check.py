@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ from dovetail.coordinator.reporting.sample_texts import printable
 from dovetail.coordinator.rewards.calls import Calls, RewardError, rehearse
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.samples.evaluation_metrics import EvaluationMetrics
+from dovetail.coordinator.sessions.agent import AgentPlayer
+from dovetail.coordinator.sessions.agents import Agents
 from dovetail.coordinator.sessions.answer_reader import AnswerReader, written_turn
 from dovetail.coordinator.sessions.bridge import Bridge
 from dovetail.coordinator.sessions.effects import EpisodeLost, Failed
 from dovetail.coordinator.sessions.environment_workers import job_environment
-from dovetail.coordinator.sessions.play import Ending, Player, SampledTurn
+from dovetail.coordinator.sessions.http_environment import HttpEnvironment
+from dovetail.coordinator.sessions.play import AskedTurn, Ending, Player, SampledTurn
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
 from dovetail.gpus.nvidia_driver import Device, driver_devices
@@ -257,49 +261,56 @@ def _whole(prepared: Prepared, given: Any) -> Iterator[Finding]:
 async def _episode(spec: RLHFJobSpec, prepared: Prepared, folder: Path, scratch: Path) -> Finding:
     """Play an episode of the first prompt, in which the model calls the first tool once and then says a word. A server
     is asked for its tools only, because its calls may have effects."""
-    environment = job_environment(spec, folder, scratch, "validate")
+    environment = job_environment(spec, folder, scratch, "validate", lambda *_, **__: None)
+    sessions = spec.sessions
     assert environment is not None
-    assert spec.sessions is not None
+    assert sessions is not None
+    whose = "environment" if sessions.agent is None else "agent"
     store = Store(scratch / "episode")
+    turns = count()
     try:
         await environment.open()
-        names = [tool["function"]["name"] for tool in environment.tools]
-        if spec.sessions.environment.url is not None:
-            return Finding("environment", "ok", f"{spec.sessions.environment.url} has the tools {', '.join(names)}")
-        reader = AnswerReader.of(prepared.tokenizer, prepared.chat)
-        bridge = Bridge(prepared.chat, prepared.tokenizer)
-        player = Player(bridge, reader, store.tool_calls, environment.tools, 2)
+        if isinstance(environment, HttpEnvironment):
+            names = ", ".join(tool["function"]["name"] for tool in environment.tools)
+            return Finding(whose, "ok", f"{environment.url} has the tools {names}")
         fields = dict(prepared.prompts(1)[0].fields)
-        asked = fields.pop("messages")
-        call = {"id": "call00000", "type": "function", "function": _plausible(environment.tools[0])}
-        said: list[Message] = [
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "assistant", "content": "Done"},
-        ]
+        bridge = Bridge(prepared.chat, prepared.tokenizer)
 
-        async def scripted(turn: int, prompt: Sequence[int]) -> SampledTurn:
-            text = written_turn(prepared.chat, said[turn])
+        async def scripted(turn: AskedTurn) -> SampledTurn:
+            said: Message = {"role": "assistant", "content": "Done"}
+            if next(turns) == 0 and turn.exchange.tools:
+                call = {"id": "call00000", "type": "function", "function": _plausible(turn.exchange.tools[0])}
+                said = {"role": "assistant", "content": "", "tool_calls": [call]}
+            text = written_turn(prepared.chat, said)
             ids = prepared.tokenizer(text, add_special_tokens=False)["input_ids"]
             return SampledTurn(ids, [0.0] * len(ids), True)
 
-        begun = await environment.begin("1-0-0-0", fields)
-        played = await player.play(Key(1, 0, 0), 0, asked, begun, scripted)
-        await begun.end()
+        sample, asked = Key(1, 0, 0), fields["messages"]
+        if isinstance(environment, Agents):
+            asking = AgentPlayer.of(bridge, prepared.tokenizer, prepared.chat, sessions.max_turns)
+            played = await asking.play(sample, 0, asked, await environment.begin("1-0-0-0", fields), scripted)
+        else:
+            del fields["messages"]
+            reader = AnswerReader.of(prepared.tokenizer, prepared.chat)
+            player = Player(bridge, reader, store.tool_calls, environment.tools, 2)
+            begun = await environment.begin("1-0-0-0", fields)
+            played = await player.play(sample, 0, asked, begun, scripted)
+            await begun.end()
     except (ValueError, Failed, EpisodeLost, NotWritten, TemplateRefused) as error:
         text = str(error)
-        return Finding("environment", "problem", text if text.startswith("spec.") else f"spec.sessions: {text}")
+        return Finding(whose, "problem", text if text.startswith("spec.") else f"spec.sessions: {text}")
     finally:
         store.close()
         await environment.close()
     shown = printable(" | ".join(f"{m['role']}: {_shown(m)}" for m in played.messages)[: 3 * SHOWN])
     earned = "" if played.reward is None else f"; it earned {played.reward:g}"
-    if played.ending is not Ending.ANSWERED:
+    if played.ending is Ending.WRONG_CALL:
         says = f"a call that the chat template writes is not read back ({played.ending}: {played.why}); {shown}"
-        return Finding("environment", "problem", f"spec.sessions: {says}")
+        return Finding(whose, "problem", f"spec.sessions: {says}")
     branches = (
         "" if len(played.branches) == 1 else f"; {len(played.branches)} sequences, as the template rewrites turns"
     )
-    return Finding("environment", "ok", f"an episode with a scripted model{earned}{branches}: {shown}")
+    return Finding(whose, "ok", f"an episode with a scripted model{earned}{branches}: {shown}")
 
 
 def _shown(message: Mapping[str, Any]) -> str:

@@ -76,6 +76,27 @@ def test_an_episode_of_an_agent_is_played_and_shown(tmp_path: Path) -> None:
     assert "game:Game.reset raised NameError: name 'secrets' is not defined" in " ".join(done.stderr.split())
 
 
+@pytest.mark.slow
+def test_an_episode_of_an_agent_of_ones_own_is_played_and_shown(tmp_path: Path) -> None:
+    """The agent of the how-to page."""
+    assert dovetail("init", "agent", tmp_path).exit_code == 0
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "agents.md").read_text()
+    (tmp_path / "agent.py").write_text(page.partition("```python\n# agent.py\n")[2].partition("```")[0])
+    document = yaml.safe_load((tmp_path / "job.yaml").read_text())
+    document["spec"]["sessions"] = {"agent": {"command": ["python", "agent.py"]}, "sandbox": "None"}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(document))
+    done = dovetail("validate", tmp_path / "job.yaml", "--deep")
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.output.split())
+    assert 'assistant: guess({"number": 1}) | tool: wrong | assistant: Done' in text
+    assert "it earned 0" in text
+    (tmp_path / "agent.py").write_text("raise OSError('the shop is closed')")
+    done = dovetail("validate", tmp_path / "job.yaml", "--deep")
+    assert done.exit_code == 2
+    said = "spec.sessions: the agent ended with exit code 1: OSError: the shop is closed"
+    assert said in " ".join(done.stderr.split())
+
+
 def test_a_bad_line_of_the_data_is_named(grpo: Path) -> None:
     data = grpo.parent / "mine.jsonl"
     data.write_bytes(data.read_bytes() + b'{"messages": []}\n{"messages": 3}\n')

@@ -7,7 +7,8 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.in_flight import Generated, GenerationError
 from dovetail.coordinator.samples.scoring import Finished
 from dovetail.coordinator.samples.session_drawing import Episodes
+from dovetail.coordinator.sessions.agent import AgentEpisode
 from dovetail.coordinator.sessions.effects import Failed, MayBeMade, NotMade, ToolCall
 from dovetail.coordinator.store.episodes import episode_facts
 from dovetail.coordinator.store.experience_files import episode_arrays, experience_arrays
@@ -172,10 +174,12 @@ class Life:
 
     def __init__(self, folder: Path, world: World, says: Any = said_by, most: int = 4096, **sessions: Any) -> None:
         self.folder, self.world, self.says, self.most = folder, world, says, most
-        self.sessions = Sessions.model_validate({"environment": {"function": "m:C"}, **sessions})
+        played = {} if "agent" in sessions else {"environment": {"function": "m:C"}}
+        self.sessions = Sessions.model_validate({**played, **sessions})
         self.servers: list[Model] = []
         self.told = Told()
         self.begins, self.room = Begun, 1024
+        self.environment: Any = lambda: Games(self.world, self.begins)
         self.ppo: dict[str, Any] = {}
         self.tokenizer = tokenizer
 
@@ -208,7 +212,7 @@ class Life:
                 spec=SimpleNamespace(data=SimpleNamespace(max_prompt_tokens=self.room)),
             )
             async with Generator(job, self.fleet, NoWeights(), TOKEN, settings=FAST) as generator:
-                episodes = Episodes(job, self.sessions, prepared, Games(self.world, self.begins), generator)
+                episodes = Episodes(job, self.sessions, prepared, self.environment(), generator)
                 with episodes.open(1, 1) as turn:
                     work = asyncio.create_task(episodes.generate(turn, self.told))
                     while dies is not None and not work.done():
@@ -333,6 +337,81 @@ def test_a_template_that_forgets_begins_branches_and_nothing_is_encoded_again(tm
     asyncio.run(killed.run())
     assert facts(killed) == facts(whole)
     assert set(world.effects.values()) == {1}
+
+
+class Gamblers:
+    """Agents that play two games at once. `turned` is the order in which they ask."""
+
+    tools = ()
+
+    def __init__(self, turned: bool) -> None:
+        self.turned, self.playing = turned, 0
+        self.known: dict[str, AgentEpisode] = {}
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def begin(self, episode: str, record: Mapping[str, Any]) -> AgentEpisode:
+        return AgentEpisode(partial(self._run, record), 1000.0, self.known)
+
+    async def _run(self, record: Mapping[str, Any], key: str) -> None:
+        self.playing += 1
+        try:
+            games = [partial(self._game, self.known[key], record["secret"], asked) for asked in ("Guess.", "Guess it.")]
+            won = await asyncio.gather(*(game() for game in (games[::-1] if self.turned else games)))
+            self.known[key].reward = float(sum(won))
+        finally:
+            self.playing -= 1
+
+    async def _game(self, episode: AgentEpisode, secret: int, asked: str) -> float:
+        messages: list[Any] = [{"role": "user", "content": asked}]
+        for turn in count():
+            exchange = await episode.ask(messages, TOOLS, None)
+            assert exchange.answer is not None
+            messages.append(exchange.answer.message)
+            if "tool_calls" not in messages[-1]:
+                return 1 / turn
+            for made in messages[-1]["tool_calls"]:
+                number = made["function"]["arguments"]["number"]
+                told = "right" if number == secret else "higher" if number < secret else "lower"
+                messages.append({"role": "tool", "content": told, "tool_call_id": made["id"]})
+        raise AssertionError
+
+
+@pytest.mark.slow
+def test_an_agents_own_program_begins_anew_and_gets_what_was_stored(tmp_path: Path) -> None:
+    """It asks in another order in each life. The coordinator's deaths change no token, and no turn is drawn twice."""
+    agent, lives = {"command": ["a"]}, list[Gamblers]()
+
+    def life(folder: str) -> Life:
+        made = Life(tmp_path / folder, World(), maxTurns=40, agent=agent)
+        lives.append(Gamblers(len(lives) % 2 == 1))
+        made.environment = lambda: lives[-1]
+        return made
+
+    whole = life("whole")
+    asyncio.run(whole.run())
+    assert {ended.ending for ended in whole.ended.values()} == {"answered"}
+    for sample in whole.found:
+        ended = whole.ended[sample.key]
+        guesses = [(sample.seed + n) % 9 + 1 for n in range(9)].index(sample.fields["secret"]) + 1
+        assert (ended.turns, ended.calls) == (2 * guesses + 2, 2 * guesses)
+        assert ended.reward == pytest.approx(2 / guesses)
+        assert len(ended.branches) == 2
+    every, asked = sum(ended.turns for ended in whole.ended.values()), 0
+    for turns in (1, every // 4, every // 3):
+        killed = life("killed")
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(killed.run(dies=lambda life, n=turns: sum(len(s.requests) for s in life.servers) >= n))
+        asked += sum(len(server.requests) for server in killed.servers)
+    killed = life("killed")
+    asyncio.run(killed.run())
+    asked += sum(len(server.requests) for server in killed.servers)
+    assert facts(killed) == facts(whole)
+    # A turn that was under way at a death is asked for again, with its tokens so far.
+    assert every <= asked <= every + 3 * PROMPTS * EACH
+    assert [each.playing for each in lives] == [0] * len(lives)
 
 
 @pytest.mark.slow

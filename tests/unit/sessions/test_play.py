@@ -15,7 +15,7 @@ from dovetail.coordinator.data.text.chat_template import chat_format
 from dovetail.coordinator.sessions.answer_reader import AnswerReader
 from dovetail.coordinator.sessions.bridge import Bridge
 from dovetail.coordinator.sessions.effects import Failed, NotMade, ToolCall, observe
-from dovetail.coordinator.sessions.play import Ending, Played, Player, SampledTurn
+from dovetail.coordinator.sessions.play import AskedTurn, Ending, Played, Player, SampledTurn
 from dovetail.coordinator.sessions.python_environment import EnvironmentClass, PythonEpisode
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
@@ -104,7 +104,9 @@ class Coordinator:
         reader = AnswerReader.of(self.tokenizer, chat)
         player = Player(Bridge(chat, self.tokenizer), reader, store.tool_calls, ENVIRONMENT.tools, self.max_turns)
 
-        async def draw(turn: int, prompt: Sequence[int]) -> SampledTurn:
+        async def draw(asked: AskedTurn) -> SampledTurn:
+            turn, prompt = asked.number, asked.exchange.prompt
+            assert turn is not None
             if dies == f"draw {turn}":
                 raise Crash
             assert self.prompts.setdefault(turn, list(prompt)) == list(prompt), "a resumed episode asks the same"

@@ -127,7 +127,9 @@ class Engines:
         self._trackers = TrackerProcesses(spec, settings.run_dir, self.run_id, log)
         self._batches = Batches(None, self.records.batches, store)
         self._rewards = self._reward_calls()
-        self._environment = job_environment(spec, settings.base_dir, settings.run_dir, self.run_id, self._function_read)
+        self._environment = job_environment(
+            spec, settings.base_dir, settings.run_dir, self.run_id, log, self._function_read
+        )
         self._metrics = EvaluationMetrics(spec, settings.base_dir, log)
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None

@@ -1,4 +1,4 @@
-"""The reward function of jobs whose environment says what an episode earned."""
+"""The reward function of jobs whose environment or agent says what an episode earned."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 
 def earned(prompts: list[str], responses: list[str], *, earned: list[float | None], **fields: Any) -> list[float]:
-    """Return what the environment's get_reward returned. Raises ValueError if it has none."""
+    """Return what get_reward returned, or the agent posted. Raises ValueError if it is missing."""
     found = [each for each in earned if each is not None]
     if len(found) < len(responses):
-        raise ValueError("the environment says nothing of rewards; give its class a method get_reward")
+        raise ValueError(
+            "an episode has no reward; give the environment's class a method get_reward, or let the agent post it"
+        )
     return found
 
 

@@ -22,12 +22,13 @@ from dovetail.coordinator.samples.in_flight import Generated, GenerationError
 from dovetail.coordinator.samples.lineup import Turn
 from dovetail.coordinator.samples.scoring import Finished
 from dovetail.coordinator.samples.streams import Growing
+from dovetail.coordinator.sessions.agent import AgentPlayer
 from dovetail.coordinator.sessions.answer_reader import AnswerReader, Unreadable
 from dovetail.coordinator.sessions.bridge import Bridge
 from dovetail.coordinator.sessions.effects import EpisodeLost, Failed
 from dovetail.coordinator.sessions.episode import joined
-from dovetail.coordinator.sessions.play import BegunEnvironment, Ending, Environment, Played, Player, SampledTurn
-from dovetail.coordinator.store.episodes import EndedEpisode
+from dovetail.coordinator.sessions.play import AskedTurn, Ending, Environment, Played, Player, SampledTurn
+from dovetail.coordinator.store.episodes import MOST_TURNS, EndedEpisode
 from dovetail.coordinator.store.samples import Key, Sample, State
 from dovetail.manifest.training_types import Generation, Sessions
 from dovetail.protocol.process.endings import cancel
@@ -36,8 +37,6 @@ from dovetail.protocol.process.endings import cancel
 Draw = Callable[[Sample, int], Awaitable[Sample]]
 # An episode is begun so often in all, if its state is lost while it is played.
 MOST_ATTEMPTS = 3
-# What is told of an episode that the environment failed.
-FAILED = "environment failed"
 
 
 class Episodes:
@@ -50,7 +49,7 @@ class Episodes:
         self._environment, self._generator = environment, generator
         self._most = job.spec.generation.max_tokens
         self._compares = job.spec.ppo.compares_samples
-        self._player: Player | None = None
+        self._player: Player | AgentPlayer | None = None
         self._opening = asyncio.Lock()
 
     @contextmanager
@@ -87,22 +86,21 @@ class Episodes:
             if self._player is None:
                 self._player = await self._opened()
 
-    async def _opened(self) -> Player:
+    async def _opened(self) -> Player | AgentPlayer:
         prepared, sessions = self._prepared, self._sessions
+        bridge = Bridge(prepared.chat, prepared.tokenizer)
         try:
             await self._environment.open()
+        except ValueError as error:
+            raise GenerationError(str(error)) from error
+        if sessions.agent is not None:
+            return AgentPlayer.of(bridge, prepared.tokenizer, prepared.chat, sessions.max_turns)
+        try:
             reader = AnswerReader.of(prepared.tokenizer, prepared.chat)
         except Unreadable as error:
             raise GenerationError(f"spec.sessions: {error}") from error
-        except ValueError as error:
-            raise GenerationError(str(error)) from error
         return Player(
-            Bridge(prepared.chat, prepared.tokenizer),
-            reader,
-            self._store.tool_calls,
-            self._environment.tools,
-            sessions.max_turns,
-            sessions.repeatable,
+            bridge, reader, self._store.tool_calls, self._environment.tools, sessions.max_turns, sessions.repeatable
         )
 
     async def _play(self, sample: Sample, draw: Draw) -> list[Sample]:
@@ -113,46 +111,47 @@ class Episodes:
         attempt = earlier + sample.attempt
         assert player is not None
         fields = {name: value for name, value in sample.fields.items() if name != "messages"}
-        asked, first, held, before = sample.fields["messages"], 0, list[int](), 0
+        asked = sample.fields["messages"]
 
-        async def policy(turn: int, prompt: Sequence[int]) -> SampledTurn:
-            nonlocal first, held, before
-            first = first or len(prompt)
-            if list(prompt[: len(held)]) != held:  # a branch begins, and what came before stays a part of the sample
-                before += len(held)
-            if first > (room := self._prepared.spec.data.max_prompt_tokens):
+        async def policy(turn: AskedTurn) -> SampledTurn:
+            prompt = turn.exchange.prompt
+            if not turn.before and len(prompt) > (room := self._prepared.spec.data.max_prompt_tokens):
                 raise GenerationError(
-                    f"the episode of sample {key.sample} of prompt {key.prompt} begins with {first} tokens, but "
-                    f"spec.data.maxPromptTokens is {room}; raise it, because the tools and what the environment says "
-                    "belong to the prompt"
+                    f"the episode of sample {key.sample} of prompt {key.prompt} begins with {len(prompt)} tokens, but "
+                    f"spec.data.maxPromptTokens is {room}; raise it, because the tools and what the {player.whose} "
+                    "says belong to the prompt"
                 )
-            left = first + self._most - before - len(prompt)
-            limit = min(left, self._sessions.max_tokens or left)
+            left = self._most - turn.before
+            limit = min(left, self._sessions.max_tokens or left, turn.most or left)
             if limit < 1:
                 return SampledTurn([], [], False)
-            found = self._store.episodes.turn(key, turn, prompt, sample.seed)
+            number = self._store.episodes.number_of(key, prompt) if turn.number is None else turn.number
+            otherwise = f"the {player.whose} began or answered otherwise than before the coordinator died"
+            if number >= MOST_TURNS:
+                raise EpisodeLost(otherwise)
+            found = self._store.episodes.turn(key, number, prompt, sample.seed)
             if found.prompt_tokens.tolist() != list(prompt):
-                raise EpisodeLost("the environment began or answered otherwise than before the coordinator died")
+                raise EpisodeLost(otherwise)
             if found.state is not State.GENERATED:
                 found = await draw(found, limit)
-            held = [*prompt, *found.tokens.tolist()]
             return SampledTurn(found.tokens.tolist(), found.logprobs.tolist(), found.finished)
 
         found: list[Sample] | None = None
         while found is None:
-            begun: BegunEnvironment | None = None
+            begun: Any = None
             try:
-                begun = await self._environment.begin("-".join(map(str, (*key, attempt))), fields)
+                given = sample.fields if isinstance(player, AgentPlayer) else fields
+                begun = await self._environment.begin("-".join(map(str, (*key, attempt))), given)
                 found = self._end(key, await player.play(key, attempt, asked, begun, policy))
             except EpisodeLost as lost:
-                attempt, first, held, before = attempt + 1, 0, [], 0
+                attempt += 1
                 if attempt == earlier + MOST_ATTEMPTS:
-                    found = self._discard(key, FAILED, str(lost))
+                    found = self._discard(key, f"{player.whose} failed", str(lost))
                 else:
                     self._log("episode.again", sample=list(key), reason=str(lost))
                     self._store.episodes.again(key)
             except Failed as failure:
-                found = self._discard(key, FAILED, str(failure))
+                found = self._discard(key, f"{player.whose} failed", str(failure))
             except (TemplateRefused, NotWritten) as error:
                 raise GenerationError(
                     f"the tokenizer's chat template refuses the episode of sample {key.sample} of prompt {key.prompt}: "

@@ -46,6 +46,10 @@ class Bridge:
         first, *rest = self._ids(Rendered(end + text))
         return rest if first == last else None
 
+    def text(self, ids: Sequence[int]) -> str:
+        """What sampled ids say, without marks such as the end token."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+
     @cached_property
     def _marks(self) -> frozenset[int]:
         """The tokens that are no text, such as those that end a turn and open a call."""

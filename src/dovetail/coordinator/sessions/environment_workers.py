@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from dovetail.coordinator.sessions import environment_worker
+from dovetail.coordinator.sessions.agents import Agents
 from dovetail.coordinator.sessions.bridge import Tools
+from dovetail.coordinator.sessions.chat_routes import ChatRoutes
 from dovetail.coordinator.sessions.effects import EpisodeLost, Failed, MayBeMade, ToolCall
 from dovetail.coordinator.sessions.http_environment import HttpEnvironment
 from dovetail.coordinator.user_code.sandbox import Sandbox
@@ -86,11 +88,8 @@ class EnvironmentWorkers:
         """Import the class in a first process. It may be called again. Raises ValueError with one sentence."""
         if self._tools is not None:
             return
-        sandbox = self.code.sandbox
-        if sandbox is not None and (problem := await asyncio.to_thread(sandbox.problem)) is not None:
-            raise ValueError(
-                f"spec.sessions.sandbox: {problem}, or write sandbox: None, and the environment may do what the job may"
-            )
+        if self.code.sandbox is not None:
+            await self.code.sandbox.check("environment")
         try:
             worker = await self._place()
             reply = await worker.process.ask({"tools": True, "seconds": START_SECONDS}, START_SECONDS)
@@ -316,18 +315,23 @@ def _same(what: str, before: str, now: str) -> None:
 
 
 def job_environment(
-    spec: RLHFJobSpec, base_dir: Path, run_dir: Path, run: str, read: Read = _unread
-) -> EnvironmentWorkers | HttpEnvironment | None:
-    """The environments of a job's episodes. None if it has none. A class is imported from
-    spec.models.reward.importPath, or else from `base_dir`, and does not see `run_dir`. `run` is the run's name at a
-    server."""
+    spec: RLHFJobSpec, base_dir: Path, run_dir: Path, run: str, log: Callable[..., None], read: Read = _unread
+) -> EnvironmentWorkers | HttpEnvironment | Agents | None:
+    """The environments or the agents of a job's episodes. None if it has none. A class is imported from
+    spec.models.reward.importPath, or else from `base_dir`, and does not see `run_dir`. An agent is started there. `run`
+    is the run's name at a server."""
     if (sessions := spec.sessions) is None:
         return None
+    folder = Path(spec.models.reward.import_path or base_dir)
+    sandbox = Sandbox(folder, [run_dir]) if sessions.sandbox == "Bubblewrap" else None
+    if sessions.agent is not None:
+        length = spec.data.max_prompt_tokens + spec.generation.max_tokens
+        routes = ChatRoutes(spec.generation, length, log)
+        return Agents(sessions.agent, folder, sandbox, routes)
     given = sessions.environment
+    assert given is not None
     if given.url is not None:
         return HttpEnvironment(given.url, run, given.timeout_seconds)
     assert given.function is not None
-    folder = Path(spec.models.reward.import_path or base_dir)
-    sandbox = Sandbox(folder, [run_dir]) if sessions.sandbox == "Bubblewrap" else None
     code = EnvironmentCode(given.function, folder, given.workers, given.timeout_seconds, sessions.repeatable, sandbox)
     return EnvironmentWorkers(code, read)

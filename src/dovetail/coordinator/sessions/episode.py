@@ -128,14 +128,27 @@ class Episode:
             raise ValueError("the exchange has another answer already; an episode keeps the first")
         exchange.answer = answer
 
+    @property
+    def answered(self) -> list[ModelExchange]:
+        """The exchanges in which the model wrote something, as they were asked for."""
+        return [each for each in self.exchanges if each.answer is not None and each.answer.tokens]
+
+    def before(self, exchange: ModelExchange) -> int:
+        """How many tokens of the response come before the answer of an exchange that has none yet: all that the other
+        branches hold, and its prompt, less the prompt of the first branch."""
+        everyone = [*self.answered, exchange]
+        inner = {each.before for each in everyone}
+        held = sum(len(_tokens(each)) for each in everyone[:-1] if each not in inner)
+        return held + len(exchange.prompt) - min(len(each.prompt) for each in everyone if each.before is None)
+
     def branches(self) -> list[Branch]:
-        """The sequences to train on, those that end with fewer messages first. Their order does not depend on the order
-        of the exchanges. Exchanges without an answer, or with an empty one, are left out."""
-        answered = [each for each in self.exchanges if each.answer is not None and each.answer.tokens]
+        """The sequences to train on, the one with the shortest first prompt first. Their order does not depend on the
+        order of the exchanges. Exchanges without an answer, or with an empty one, are left out."""
+        answered = self.answered
         inner = {each.before for each in answered}
         leaves = sorted(
             (each for each in answered if each not in inner),
-            key=lambda each: (len(each.messages), _tokens(each), _starts(each)),
+            key=lambda each: (_starts(each)[-1], len(each.messages), _tokens(each), _starts(each)),
         )
         learnt = set[ModelExchange]()
         return [_branch(leaf, learnt) for leaf in leaves]

@@ -52,7 +52,7 @@ class HttpEnvironment:
     episodes begin with `run`, because several runs may share a server."""
 
     def __init__(self, url: str, run: str, seconds: float) -> None:
-        self._url, self._run, self.seconds = url.rstrip("/"), run, seconds
+        self.url, self._run, self.seconds = url.rstrip("/"), run, seconds
         self._session: aiohttp.ClientSession | None = None
         self._tools: Tools | None = None
 
@@ -73,9 +73,9 @@ class HttpEnvironment:
             raise ValueError(f"{FIELD}: {error}") from error
         except (KeyError, TypeError) as error:
             what = "does not answer with a list of function schemas"
-            raise ValueError(f"{FIELD}: {self._url}/v1/tools {what}") from error
+            raise ValueError(f"{FIELD}: {self.url}/v1/tools {what}") from error
         if not names:
-            raise ValueError(f"{FIELD}: {self._url}/v1/tools has no tool")
+            raise ValueError(f"{FIELD}: {self.url}/v1/tools has no tool")
         self._tools = found
 
     async def begin(self, episode: str, record: Mapping[str, Any]) -> HttpEpisode:
@@ -97,10 +97,10 @@ class HttpEnvironment:
                 return await self.once(method, path, body)
             except _Unanswered as error:
                 if error.status == _GONE:
-                    raise EpisodeLost(f"{method} {self._url}{path} {error}") from error
+                    raise EpisodeLost(f"{method} {self.url}{path} {error}") from error
                 if not error.passing or tries == TRIES:
                     often = f", {tries} times" if tries > 1 else ""
-                    raise Failed(f"{method} {self._url}{path} {error}{often}") from error
+                    raise Failed(f"{method} {self.url}{path} {error}{often}") from error
             await self.pause(tries)
         raise AssertionError
 
@@ -114,7 +114,7 @@ class HttpEnvironment:
             self._session = client_session(timeout=aiohttp.ClientTimeout(total=self.seconds))
         headers = {"Idempotency-Key": key} if key is not None else {}
         try:
-            async with self._session.request(method, self._url + path, json=body, headers=headers) as answer:
+            async with self._session.request(method, self.url + path, json=body, headers=headers) as answer:
                 body_read = bytearray()
                 async for part in answer.content.iter_chunked(1 << 16):
                     body_read += part

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from dovetail.coordinator.data.text.chat_template import Message
 from dovetail.coordinator.sessions.answer_reader import AnswerReader, WrongCall
 from dovetail.coordinator.sessions.bridge import Bridge, Tools
 from dovetail.coordinator.sessions.effects import ToolCall, ToolEnvironment, observe
-from dovetail.coordinator.sessions.episode import Branch, Episode, Sampled
+from dovetail.coordinator.sessions.episode import Branch, Episode, ModelExchange, Sampled
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.tool_calls import CallKey, ToolCalls
 
@@ -26,8 +26,19 @@ class SampledTurn(NamedTuple):
     ended: bool
 
 
-# Draws the answer to a prompt (ids) in a turn, which counts from 0. A resumed episode draws the same.
-Policy = Callable[[int, Sequence[int]], Awaitable[SampledTurn]]
+class AskedTurn(NamedTuple):
+    """A turn that the model is asked for. `before` is the number of tokens of the response that come before its answer.
+    `number` counts the turns from 0. It is None if turns may be asked for in another order after a death. Then a turn
+    is known by its prompt. `most` limits the tokens, if it is given."""
+
+    exchange: ModelExchange
+    before: int
+    number: int | None = None
+    most: int | None = None
+
+
+# Draws an answer. A resumed episode draws the same.
+Policy = Callable[[AskedTurn], Awaitable[SampledTurn]]
 
 
 class Ending(StrEnum):
@@ -53,7 +64,14 @@ class Played:
     why: str = ""
 
 
-class BegunEnvironment(ToolEnvironment, Protocol):
+class Begun(Protocol):
+    """What the model plays an episode with, once it has begun."""
+
+    async def end(self) -> None:
+        """The episode is over, in whatever way. Free what it holds."""
+
+
+class BegunEnvironment(ToolEnvironment, Begun, Protocol):
     """An environment in an episode that has begun with `observation`."""
 
     observation: str
@@ -61,12 +79,9 @@ class BegunEnvironment(ToolEnvironment, Protocol):
     async def reward(self) -> float | None:
         """What the episode earned. None if the environment has no say in that. Raises Failed."""
 
-    async def end(self) -> None:
-        """The episode is over, in whatever way. Free what it holds."""
-
 
 class Environment(Protocol):
-    """The environments of a job."""
+    """The environments of a job, or its agents."""
 
     @property
     def tools(self) -> Tools:
@@ -75,7 +90,7 @@ class Environment(Protocol):
     async def open(self) -> None:
         """Get ready. It may be called again. Raises ValueError with one sentence for the user."""
 
-    async def begin(self, episode: str, record: Mapping[str, Any]) -> BegunEnvironment:
+    async def begin(self, episode: str, record: Mapping[str, Any]) -> Begun:
         """Begin an attempt at an episode, with the fields of its prompt's record. `episode` is the beginning of the
         keys of its calls. Raises Failed."""
 
@@ -94,6 +109,7 @@ class Player:
     tools: Tools
     max_turns: int
     repeatable: bool = False
+    whose: ClassVar = "environment"
 
     async def play(
         self, sample: Key, attempt: int, asked: Sequence[Message], environment: BegunEnvironment, policy: Policy
@@ -104,8 +120,8 @@ class Player:
         ending, why, begun = Ending.TURNS, "", len(messages)
         for turn in range(self.max_turns):
             exchange = episode.ask(messages, self.tools)
-            drawn = await policy(turn, exchange.prompt)
-            message, why = self._read(turn, exchange.prompt, drawn)
+            drawn = await policy(AskedTurn(exchange, episode.before(exchange), turn))
+            message, why = read_turn(self.reader, turn, exchange, drawn)
             episode.answer(exchange, Sampled(drawn.tokens, drawn.logprobs, message, drawn.ended))
             messages = [*messages, message]
             if not drawn.ended or why or not message.get("tool_calls"):
@@ -120,15 +136,16 @@ class Player:
         earned, calls = await environment.reward(), sum(m["role"] == "tool" for m in messages[begun:])
         return Played(episode.branches(), messages, ending, earned, turn + 1, calls, why)
 
-    def _read(self, turn: int, prompt: Sequence[int], drawn: SampledTurn) -> tuple[Message, str]:
-        """The message, and what is wrong with it. A wrong message has no calls."""
-        try:
-            message = self.reader.read(prompt, drawn.tokens, self.tools)
-        except WrongCall as error:
-            return {"role": "assistant", "content": ""}, str(error)
-        calls: list[Mapping[str, Any]] = message.get("tool_calls", [])
-        named = [{**call, "id": f"call{turn:03}{n:02}"} for n, call in enumerate(calls)]
-        return {**message, **({"tool_calls": named} if named else {})}, ""
+
+def read_turn(reader: AnswerReader, turn: int, exchange: ModelExchange, drawn: SampledTurn) -> tuple[Message, str]:
+    """The message of a turn, and what is wrong with it. A wrong message has no calls."""
+    try:
+        message = reader.read(exchange.prompt, drawn.tokens, exchange.tools)
+    except WrongCall as error:
+        return {"role": "assistant", "content": ""}, str(error)
+    calls: list[Mapping[str, Any]] = message.get("tool_calls", [])
+    named = [{**call, "id": f"call{turn:03}{n:02}"} for n, call in enumerate(calls)]
+    return {**message, **({"tool_calls": named} if named else {})}, ""
 
 
 def _opened(asked: Sequence[Message], observation: str) -> list[Message]:

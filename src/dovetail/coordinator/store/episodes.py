@@ -133,6 +133,17 @@ class EpisodeTable:
         new. If it is not, it may have been begun with another prompt."""
         return self._samples.begin_turn(part_of(key, turn), prompt, seed)
 
+    def number_of(self, key: Key, prompt: Sequence[int]) -> int:
+        """The turn in the episode of the sample `key` that has this prompt, or the next one if none has. There may be
+        no place left for that (MOST_TURNS)."""
+        with self._db.reading() as db:
+            turns = "FROM samples WHERE iteration=? AND prompt_index=? AND sample_index BETWEEN ? AND ?"
+            asked = (*self._turns_of(key), np.asarray(prompt, "<i4").tobytes())
+            found = db.execute(f"SELECT MAX(sample_index) {turns} AND prompt=?", asked).fetchone()[0]
+            last = db.execute(f"SELECT MIN(sample_index) {turns}", asked[:-1]).fetchone()[0]
+        first = part_of(key, 0).sample
+        return int(first - found if found is not None else 0 if last is None else first - last + 1)
+
     def again(self, key: Key) -> None:
         """Give an episode up, and begin another attempt at it."""
         with self._db.transaction() as db:

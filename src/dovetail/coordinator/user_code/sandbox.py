@@ -6,6 +6,7 @@ few. What root starts becomes nobody, because the kernel does not limit the proc
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import subprocess
@@ -37,10 +38,18 @@ _KEPT = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONP
 
 @dataclass(frozen=True)
 class Sandbox:
-    """`folder` is where the code is. `hidden` has folders that it must not see, wherever they are."""
+    """`folder` is where the code is. `hidden` has folders that it must not see, wherever they are, and `also` others
+    that it sees."""
 
     folder: Path
     hidden: Sequence[Path] = ()
+    also: Sequence[Path] = ()
+
+    async def check(self, whose: str) -> None:
+        """Raises ValueError with one sentence if none can be made here. `whose` names what runs in it."""
+        if (problem := await asyncio.to_thread(self.problem)) is not None:
+            what = f"{problem}, or write sandbox: None, and the {whose} may do what the job may"
+            raise ValueError(f"spec.sessions.sandbox: {what}")
 
     def problem(self) -> str | None:
         """Why no sandbox can be made here, as a sentence's end. None if one can."""
@@ -50,7 +59,8 @@ class Sandbox:
 
     def command(self) -> list[str]:
         """What is written before the command that runs inside."""
-        wanted = [path for path in (sys.prefix, sys.base_prefix, *sys.path, str(self.folder)) if os.path.exists(path)]
+        given = (sys.prefix, sys.base_prefix, *sys.path, *map(str, (self.folder, *self.also)))
+        wanted = [path for path in given if os.path.exists(path)]
         seen: list[str] = []
         # A path is seen as it is written, too, because inside there are no links that lead to it.
         for path in sorted({kind(path) for path in wanted for kind in (os.path.abspath, os.path.realpath)}):

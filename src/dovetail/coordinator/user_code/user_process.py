@@ -71,9 +71,9 @@ class UserProcess:
         )
         return UserProcess(process, f"{MARK}={mark}", sandbox is not None)
 
-    async def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Send a request and return the answer. Raises TimeoutError after `seconds`, and Gone if the process ends first
-        or writes what is no answer."""
+    async def ask(self, request: dict[str, Any], seconds: float | None) -> dict[str, Any]:
+        """Send a request and return the answer. Raises TimeoutError after `seconds`, if they are given, and Gone if the
+        process ends first or writes what is no answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         async with asyncio.timeout(seconds):

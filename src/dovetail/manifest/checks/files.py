@@ -48,8 +48,9 @@ def _places(spec: RLHFJobSpec) -> Iterator[_Place]:
     called = [(field if single else f"{field}s[{i}].function", c.function) for i, c in enumerate(reward.calls)]
     metrics = spec.evaluation.metrics
     called += [(f"spec.evaluation.metrics[{metrics.index(name)}]", name) for name in spec.evaluation.functions]
-    if spec.sessions is not None and spec.sessions.environment.function is not None:
-        called.append(("spec.sessions.environment.function", spec.sessions.environment.function))
+    environment = None if spec.sessions is None else spec.sessions.environment
+    if environment is not None and environment.function is not None:
+        called.append(("spec.sessions.environment.function", environment.function))
     if reward.code is None:
         yield reward.import_path, "spec.models.reward.importPath", called
     own = [("spec.ppo.advantageFunction", ppo.advantage_function), ("spec.ppo.loss", ppo.loss)]

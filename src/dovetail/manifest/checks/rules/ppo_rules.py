@@ -292,7 +292,13 @@ def _session(holds: str, sentence: str) -> Rule:
 
 
 SESSION_RULES = (
+    *one_of(("spec.sessions",), "environment", "agent"),
     *one_of(("spec.sessions.environment",), "function", "url"),
+    Rule(
+        ("spec.sessions",),
+        "!has(self.agent) || self.effects == 'Auto'",
+        "spec.sessions.effects has no effect with an agent, whose tools are its own; remove it.",
+    ),
     _session("'ppo' in self.stages", "spec.sessions has no effect without ppo in spec.stages; remove it."),
     _session(
         CALLS,
