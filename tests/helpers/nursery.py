@@ -221,10 +221,13 @@ def serve(channel: socket.socket, parent: int) -> None:
     """The process that has the imports, of a tests' process `parent`."""
     endings.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    module, _, function = PRELOAD.partition(":")
-    getattr(importlib.import_module(module), function)()
+    if not cuda_devices():
+        # What is imported for CPUs would keep a GPU's trainers from compiling, and vLLM's workers for CPUs replace
+        # torch.cuda.Event.
+        module, _, function = PRELOAD.partition(":")
+        getattr(importlib.import_module(module), function)()
+        wait_without_spinning()
     import_for_jobs()
-    wait_without_spinning()
     assert threading.active_count() == 1, "a process with threads cannot be forked safely"
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, the shared pages

