@@ -209,6 +209,7 @@ def _special(family: ModelFamily) -> Iterator[str]:
     yield from [] if family.packs else ["sequences as rows"]
     if (experts := family.experts) is not None:
         yield "experts" + " in some layers" * (experts.dense is not None) + ", some shared" * bool(experts.shared)
+    yield from ["linear attention in some layers"] if family.vectors else []
     yield from ["latent keys and values"] if family.latent else []
     yield from ["windows" if family.windows == "all" else "windows in some layers"] if family.windows != "never" else []
     yield from ["learnt positions"] if family.learnt_positions else []

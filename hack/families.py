@@ -23,15 +23,14 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
 import transformers
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dovetail.manifest.model_families import TABLE, ModelFamily
-from dovetail.manifest.model_families.family import KEPT, Experts
+from dovetail.manifest.model_families import MODEL_FAMILIES, TABLE, ModelFamily
+from dovetail.manifest.model_families.family import KEPT, Experts, Layers, width_of
 from dovetail.manifest.model_families.support import foreign
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.models import ModelError, PipelineStage, load_config
-from dovetail.models.derive import derive_family, known, resized, whole_model
+from dovetail.models.derive import derive_family, known, resized, usual_config, whole_model
 from dovetail.protocol.messages import ModelRef
 from dovetail.tools.model_check import prove, share, unbuilt
 from dovetail.trainer.engine.action_measures import SavedBytes
@@ -40,6 +39,16 @@ from dovetail.trainer.engine.action_measures import SavedBytes
 NEAR = 0.05
 BASE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "inner": 96}
 BASE |= {"vocab_size": 96, "experts": 8, "chosen": 2}
+LINEAR = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+LINEAR_KEPT = (
+    *("linear_num_value_heads", "linear_num_key_heads*linear_key_head_dim"),
+    *("linear_num_value_heads*linear_key_head_dim", "linear_num_value_heads*linear_value_head_dim"),
+)
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16}
 # Each width grows once without the others. Queries are never as wide as hidden states, if the family allows that.
 SHAPES: list[dict[str, int]] = [{}, {"inner": 320}, {"hidden_size": 160}, {"num_key_value_heads": 4}]
@@ -51,6 +60,7 @@ EXPERTS: list[dict[str, int]] = [
     *({"experts": 16}, {"chosen": 4}, {"chosen": 4, "hidden_size": 160}, {"chosen": 4, "inner": 320}),
 ]
 INNER = ("intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size")
+INNER += ("shared_intermediate_size",)
 # Model types that pass with transformers' default fields, but that nobody can use.
 NOT_WANTED = {
     "phi": "vLLM loses the bias of its head when new weights arrive",
@@ -62,32 +72,40 @@ NOT_WANTED = {
 
 def measured(config: Any, family: ModelFamily) -> ModelFamily:
     """The family with what autograd keeps of one layer. Raises ModelError if that does not grow with the widths."""
-    family = replace(family, kept=_kept(config, family, False))
-    return (
-        replace(family, kept_dense=_kept(config, family, True)) if family.experts and family.experts.dense else family
-    )
+    family = replace(family, kept=_kept(config, family, "all"))
+    if family.experts and family.experts.dense:
+        family = replace(family, kept_dense=_kept(config, family, "dense"))
+    return replace(family, kept_linear=_kept(config, family, "linear")) if family.vectors else family
 
 
-def _kept(config: Any, family: ModelFamily, dense: bool) -> dict[str, tuple[int, int]]:
-    """What autograd keeps of one layer, with `dense` of one without experts beside layers with experts."""
+def _kept(config: Any, family: ModelFamily, layers: Layers) -> dict[str, tuple[int, int]]:
+    """What autograd keeps of one layer: a usual one ("all"), one without experts beside layers with experts, or one
+    with linear attention."""
+    dense = layers == "dense"
     free = not family.latent and _heads_are_free(config, family)
     shapes = SHAPES + FREE_HEADS * free
     if family.latent:
         heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
         shapes = [{}, {"inner": 320}, {"hidden_size": 160}, heads]
         shapes += [{name: 3 * size} for name, size in LATENT.items()] + [{**heads, "qk_rope_head_dim": 24}]
+    if layers == "linear":
+        shapes = [{}, {"inner": 320}, {"hidden_size": 160}, *({name: 2 * size} for name, size in LINEAR.items())]
+        shapes += [
+            {"linear_num_value_heads": 8, **each}
+            for each in ({"linear_key_head_dim": 48}, {"linear_value_head_dim": 72}, {"linear_num_key_heads": 4})
+        ]
     shapes += EXPERTS * (family.experts is not None and not dense)
     widths, found = [], []
     for changes in shapes:
-        fields = _fields(config, family, BASE | changes, free, dense)
-        widths.append(_widths(ModelShape.of(fields), dense))
+        fields = _fields(config, family, BASE | changes, free, layers)
+        widths.append(_widths(fields, layers))
         found.append([_kept_bytes(fields, dtype) for dtype in (torch.float32, torch.bfloat16)])
     table = {name: torch.tensor([each[name] for each in widths]).double() for name in widths[0]}
     bytes_ = torch.tensor(found).double()
     # Where heads fill the hidden states, attention keeps queries, keys, values and its output; the rest is of `hidden`.
     given = (
         {}
-        if free or family.latent
+        if free or family.latent or layers == "linear"
         else {"queries": (0, 2), "keys": (0, 2), "heads": (1, 0), "key_heads": (0, 0), "head": (0, 0)}
     )
     for name, (single, own) in given.items():
@@ -101,12 +119,17 @@ def _kept(config: Any, family: ModelFamily, dense: bool) -> dict[str, tuple[int,
     if float(off.max()) > NEAR:
         raise ModelError(f"the memory of a layer does not grow with its widths (off by {float(off.max()):.0%})")
     kept = given | {name: (int(a), int(b)) for name, a, b in zip(rest, single, own, strict=True)}
-    return {name: kept[name] for name in (*KEPT, *sorted(family.sums)) if any(kept.get(name, ()))}
+    return {name: kept[name] for name in (*KEPT, *sorted({*family.sums, *LINEAR_KEPT})) if any(kept.get(name, ()))}
 
 
-def _fields(config: Any, family: ModelFamily, sizes: dict[str, int], free: bool, dense: bool = False) -> dict[str, Any]:
-    """The fields of a small config.json. `inner` stands for the inner width by any name. With `dense` no layer has
-    experts if some may have none."""
+def _fields(
+    config: Any, family: ModelFamily, sizes: dict[str, int], free: bool, layers: Layers = "all"
+) -> dict[str, Any]:
+    """The fields of a small config.json with `layers` (`_kept`). `inner` stands for the inner width by any name."""
+    dense = layers == "dense"
+    if family.vectors:
+        kind = "linear_attention" if layers == "linear" else "full_attention"
+        sizes = LINEAR | sizes
     inner = dict.fromkeys(INNER, sizes["inner"])
     if family.latent:
         sizes = LATENT | sizes | {"num_key_value_heads": sizes["num_attention_heads"]}
@@ -116,6 +139,7 @@ def _fields(config: Any, family: ModelFamily, sizes: dict[str, int], free: bool,
     found = {**small.to_dict(), "model_type": family.name} | ({"head_dim": sizes["head_dim"]} if free else {})
     first = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
     pattern = dict.fromkeys(first, 3 * dense) | {"mlp_layer_types": ["dense" if dense else "sparse"] * 3}
+    pattern |= {"layer_types": [kind] * 3} if family.vectors else {}
     return found | {name: value for name, value in pattern.items() if name in found}
 
 
@@ -126,12 +150,18 @@ def _heads_are_free(config: Any, family: ModelFamily) -> bool:
     return sum(p.numel() for p in whole.parameters()) == ModelShape.of(fields).parameters()
 
 
-def _widths(shape: ModelShape, dense: bool) -> dict[str, float]:
+def _widths(fields: dict[str, Any], layers: Layers) -> dict[str, float]:
     """The widths of `KEPT`, and that of a head, with which cosines and sines grow."""
-    found = {"token": 1, "hidden": shape.hidden, "heads": shape.heads, **dict(shape.sums)}
-    if not shape.sums:
-        found |= {"queries": shape.queries, "keys": shape.keys, "head": shape.head_dim, "key_heads": shape.kv_heads}
-    if dense:
+    shape = ModelShape.of(fields)
+    found = {"token": 1, "hidden": shape.hidden}
+    if layers == "linear":
+        found |= {name: width_of(name, fields) for name in LINEAR_KEPT}
+    elif MODEL_FAMILIES[shape.family].latent:
+        found |= {"heads": shape.heads, **dict(shape.sums)}
+    else:
+        found |= {"queries": shape.queries, "keys": shape.keys, "head": shape.head_dim}
+        found |= {"heads": shape.heads, "key_heads": shape.kv_heads}
+    if layers == "dense":
         return found | {"dense": shape.dense_intermediate}
     if not shape.experts:
         return found | {"inner": shape.intermediate}
@@ -152,7 +182,7 @@ def _kept_bytes(fields: dict[str, Any], dtype: torch.dtype) -> float:
     stage.place_buffers("cpu")
     hidden = torch.randn(1, 128, stage.hidden_size, dtype=dtype, requires_grad=True)
     with SavedBytes(stage.parameters()) as meter:
-        stage.train()(hidden, (32,) * 4)
+        stage.train()(hidden, (64,) * 2)  # linear attention pads sequences to chunks of 64 tokens
     return meter.bytes / 128
 
 
@@ -174,7 +204,7 @@ def judge(kind: str, scratch: Path) -> ModelFamily | str:
     if kind in NOT_WANTED:
         return NOT_WANTED[kind]
     try:
-        config = CONFIG_MAPPING[kind]()
+        config = usual_config(kind)
         if (why := foreign(config.to_dict())) is not None:
             return why
         family = derive_family(config)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models import build_stage
@@ -75,6 +76,20 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
         ("olmo2", "olmo3", "smollm3", "glm4", "ministral3", "ernie4_5", "arcee", "exaone4", "seed_oss", "cohere2"),
         (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2}),
     ),
+    # An MLP that the files call shared experts, and factors as Granite's.
+    "granitemoehybrid": (
+        2,
+        {
+            **PLAIN,
+            "shared_intermediate_size": 96,
+            "num_key_value_heads": 2,
+            "num_local_experts": 0,
+            "layer_types": ["full_attention"] * 2,
+            "position_embedding_type": "rope",
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+        },
+    ),
     # Its layers do not know where packed sequences begin: each is a row.
     "stablelm": (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2}),
     # Files have other names of its experts than transformers.
@@ -94,14 +109,32 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "opt": (2, {**LEARNT, "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.1, "tie_word_embeddings": True}),
 }
+# Folders that also read images, of which the language model is trained.
+READS_IMAGES = {
+    "gemma3": "gemma3_text",
+    "mistral3": "ministral3",
+}
+KINDS |= {"gemma3": KINDS["gemma3_text"], "mistral3": KINDS["ministral3"]}
 ROUNDED = ("qwen3_moe",)
 # Experts, routed again; factors; and vLLM's Transformers backend. The passes of all are in tests/unit/models.
-ALWAYS = ("qwen3_moe", "granite", "olmo3")
+ALWAYS = ("qwen3_moe", "granite", "olmo3", "gemma3")
 # Responses of random weights are told apart by it.
 VARIETY = """
 def score(prompts, responses, **fields):
     return [len(set(text)) / 40 for text in responses]
 """
+
+
+def image_reader(kind: str, fields: dict[str, Any], folder: Path) -> dict[str, str]:
+    """A model that also reads images, saved as transformers saves it. Returns the source that names it."""
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    text = {**fields, "model_type": READS_IMAGES[kind], "vocab_size": 320}
+    config = transformers.CONFIG_MAPPING[kind](
+        text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}
+    )
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    tokenizers.train(["red blue green 0 1 2 3 4 5 6 7 8 9 sorted"] * 20, 300).save_pretrained(folder)
+    return {"path": str(folder)}
 
 
 @pytest.mark.parametrize(
@@ -110,13 +143,18 @@ def score(prompts, responses, **fields):
 def test_a_job_learns_and_samples_alike(family: str, tmp_path: Path) -> None:
     """Responses are longer than the window. Trainers use the experts that the rollouts chose."""
     pp, config = KINDS[family]
-    experts, rounded = MODEL_FAMILIES[family].softmax_routers, family in ROUNDED
+    experts, rounded = MODEL_FAMILIES[READS_IMAGES.get(family, family)].softmax_routers, family in ROUNDED
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "variety.py").write_text(VARIETY)
+    scratch = {"scratch": {"architecture": family, "config": config}}
+    source, tokenizer = scratch, {"train": {"vocabSize": 300}}
+    if family in READS_IMAGES:
+        source, tokenizer = image_reader(family, config, tmp_path / "whole"), {}
     job = tiny_job(
         stages=["ppo"],
         models={
-            "actor": {"source": {"scratch": {"architecture": family, "config": config}}},
+            "actor": {"source": source},
+            "tokenizer": tokenizer,
             "reward": {"function": "variety:score", "importPath": str(tmp_path / "code")},
         },
         ppo={

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from dovetail.manifest.hashing import hashed_once
 from dovetail.manifest.model_families import MODEL_FAMILIES, ModelFamily
 from dovetail.manifest.model_families.family import Width, width_of
-from dovetail.manifest.model_families.support import problem
+from dovetail.manifest.model_families.support import problem, text_part
 
 # A model computes at each position logits of the vocabulary, one value, or both.
 Head = Literal["lm", "value", "lm+value"]
@@ -51,7 +51,8 @@ class ModelShape:
     attend only to the last `window` tokens. `experts`: the experts of a layer. With 0 it has an MLP. `chosen`: the
     experts that a token gets. `intermediate`: the inner width of the MLP or of one expert. `shared`: that of the
     experts that each token gets. `dense`: how many layers have an MLP of the width `dense_intermediate` beside layers
-    with experts. What is said of one block is then the mean of all. `sums`: the widths that are sums of fields.
+    with experts. `linear`: how many layers have linear attention. What is said of one block is then the mean of all.
+    `sums`: the widths that are sums of fields.
     `use_qk_norm`: a field of Cohere's."""
 
     family: str
@@ -74,6 +75,7 @@ class ModelShape:
     shared: int = 0
     dense: int = 0
     dense_intermediate: int = 0
+    linear: int = 0
     sums: tuple[tuple[Width, int], ...] = ()
     use_qk_norm: bool = False
 
@@ -82,6 +84,7 @@ class ModelShape:
         """Reads the sizes from a model's `config.json`. Raises ShapeError."""
         if (why := problem(config)) is not None:
             raise ShapeError(why)
+        config = text_part(config)
         family = MODEL_FAMILIES[config["model_type"]]
         told = {**family.defaults, **config}
         hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
@@ -112,6 +115,7 @@ class ModelShape:
             shared=math.prod(int(told.get(n) or 0) for n in experts.shared) if experts and experts.shared else 0,
             dense=len(family.dense_layers(config)),
             dense_intermediate=0 if experts is None or experts.dense is None else _whole(told, experts.dense),
+            linear=family.linear_layers(config),
             sums=_sums(told, family),
             use_qk_norm=bool(config.get("use_qk_norm")),
         )
@@ -131,7 +135,9 @@ class ModelShape:
         widths = {"hidden": self.hidden, "queries": self.queries, "keys": self.keys, "inner": self.intermediate}
         widths |= {"attention": self.queries + 2 * self.keys, "gates": 2 * self.intermediate, "heads": self.heads}
         widths |= {"dense": self.dense_intermediate, "shared": self.shared, "one": 1, **dict(self.sums)}
+        widths |= {"gated_queries": 2 * self.queries}
         shares = {"all": 1, "dense": self.dense / self.layers, "sparse": self.sparse}
+        shares |= {"linear": self.linear / self.layers, "full": self.full}
         biases = {"always", *self.biases}
         return tuple(
             Linear(p.name, widths[p.inputs], widths[p.outputs], p.bias in biases, p.split, shares[p.layers])
@@ -142,6 +148,11 @@ class ModelShape:
     def sparse(self) -> float:
         """The share of the blocks that have experts, if any have."""
         return 1 - self.dense / self.layers
+
+    @property
+    def full(self) -> float:
+        """The share of the blocks whose attention has keys."""
+        return 1 - self.linear / self.layers
 
     def split_problem(self, tp: int, model: str = "model") -> str | None:
         """Why `tp` tensor-parallel ranks cannot train a block of `model` together, and what to do, as the second half
@@ -165,8 +176,10 @@ class ModelShape:
         linear = sum(each.share * each.parameters(tp) for each in self.linears)
         widths = {"head": self.head_dim, "hidden": self.hidden, "queries": self.queries, "keys": self.keys}
         widths |= dict(self.sums)
-        norms = family.norms * family.norm_vectors * self.hidden + sum(widths[w] for w in family.head_norms.values())
-        return math.ceil(linear + norms + self.heads * family.sinks + _expert_parameters(self))
+        norms = family.norms * family.norm_vectors * self.hidden
+        of_heads = self.full * sum(widths[w] for w in family.head_norms.values())
+        vectors = (1 - self.full) * sum(widths[w] for w in family.vectors.values())
+        return math.ceil(linear + norms + of_heads + vectors + self.heads * family.sinks + _expert_parameters(self))
 
     def embedding_parameters(self, tp: int = 1) -> int:
         """The parameters before the first block, on one of `tp` tensor-parallel ranks."""
@@ -215,19 +228,19 @@ class ModelShape:
             "shared": self.shared,
             **dict(self.sums),
         }
-        family, beside = MODEL_FAMILIES[self.family], self.dense / self.layers
+        family, dense, linear = MODEL_FAMILIES[self.family], self.dense / self.layers, self.linear / self.layers
         held = [
             sum(widths[name] * (4 * single + itemsize * own) for name, (single, own) in kept.items())
-            for kept in (family.kept, family.kept_dense)
+            for kept in (family.kept, family.kept_dense, family.kept_linear)
         ]
-        return held[0] if not beside else (1 - beside) * held[0] + beside * held[1]
+        return (1 - dense - linear) * held[0] + dense * held[1] + linear * held[2] if dense or linear else held[0]
 
     def kv_bytes(self, itemsize: int, tp: int = 1) -> float:
         """The bytes of the KV cache of one token in all blocks, on one of `tp` ranks. A key head is never split. Blocks
         with a window count like others, because it is not known beforehand how much vLLM frees behind the window."""
         if (latent := dict(self.sums).get("kv_lora_rank+qk_rope_head_dim")) is not None:
             return float(self.layers * latent * itemsize)
-        return 2 * self.layers * max(1.0, self.kv_heads / tp) * self.head_dim * itemsize
+        return 2 * (self.layers - self.linear) * max(1.0, self.kv_heads / tp) * self.head_dim * itemsize
 
     # ------------------------------------------------------------ arithmetic
 
@@ -242,11 +255,13 @@ class ModelShape:
         """The FLOPs of a forward pass over `tokens` positions, which attend to `context` tokens on average.
 
         Each position costs 2 FLOPs for each weight of a matrix. Only the experts that the token gets count. Attention
-        scores and their use cost 4 x queries x context, where a window limits the context."""
+        scores and their use cost 4 x queries x context, where a window limits the context. Linear attention costs what
+        its linear layers cost."""
         if self.windowed:
             context = context + self.windowed / self.layers * (min(context, self.window) - context)
         output = (head != "value") * self.vocabulary * (self.embedding or self.hidden) + (head != "lm") * self.hidden
-        return tokens * (self.layers * (2 * self._matrices + 4 * self.queries * context) + 2 * output)
+        attention = self.full * 4 * self.queries * context
+        return tokens * (self.layers * (2 * self._matrices + attention) + 2 * output)
 
 
 def _sums(config: Mapping[str, Any], family: ModelFamily) -> tuple[tuple[Width, int], ...]:

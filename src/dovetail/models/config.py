@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.manifest.model_families.support import problem
+from dovetail.manifest.model_families.support import problem, text_part
 from dovetail.protocol.errors import last_line
 from dovetail.protocol.messages import ModelRef
 
@@ -62,19 +62,24 @@ def balance_coefficient(config: Any, asked: float | None) -> float:
 
 
 def _from_folder(path: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     if not path.is_dir():
         raise ModelError(f"{path}: no such model folder")
     if not (path / "config.json").is_file():
         raise ModelError(f"{path}: not a Hugging Face model folder: config.json is missing")
     try:
-        why = problem(json.loads((path / "config.json").read_text()))
+        stated = json.loads((path / "config.json").read_text())
+        why, text = problem(stated), text_part(stated)
     except (ValueError, AttributeError) as error:
         raise ModelError(f"{path}/config.json: not valid JSON: {error}") from error
     if why is not None:
         raise ModelError(f"{path}: {why}")
     try:
+        if text is not stated:
+            config: Any = CONFIG_MAPPING[text["model_type"]].from_dict(dict(text))
+            config.name_or_path = str(path)
+            return config
         return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # the user's values make configuration classes raise many kinds of errors
         raise ModelError(f"{path}/config.json: transformers cannot read it: {last_line(error)}") from error

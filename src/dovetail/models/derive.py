@@ -38,11 +38,17 @@ _SIZES = {
     "topk_group": 1,
     **dict.fromkeys(("n_routed_experts", "moe_num_experts"), 4),
     "shared_expert_intermediate_size": 72,
+    "shared_intermediate_size": 232,
     "q_lora_rank": 36,
     "kv_lora_rank": 44,
     "qk_rope_head_dim": 6,
     "qk_nope_head_dim": 10,
     "v_head_dim": 14,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 11,
+    "linear_value_head_dim": 17,
+    "linear_conv_kernel_dim": 3,
     "max_position_embeddings": 128,
     "pad_token_id": 0,
     "sliding_window": 8,
@@ -55,8 +61,17 @@ _COUNTS = {
     "count": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "chosen": ("num_experts_per_tok", "moe_k"),
 }
-_INNER = ("intermediate_size", "ffn_dim", "moe_intermediate_size")
+_INNER = ("intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_intermediate_size")
 _LAYERS = 12
+# Fields of published models where the defaults of transformers' class are those of another kind: Granite 4 without
+# Mamba's layers and experts.
+_PUBLISHED = {
+    "granitemoehybrid": {
+        "layer_types": ["full_attention"] * 32,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+    },
+}
 # What transformers says nowhere.
 _ONLY_KNOWN: dict[str, dict[str, Any]] = {
     # The names of the fields that only this family had in Transformers 4.
@@ -78,15 +93,25 @@ _ONLY_KNOWN: dict[str, dict[str, Any]] = {
 }
 
 
+def usual_config(kind: str, **fields: Any) -> Any:
+    """transformers' configuration of a type, as models of it are published, with other `fields`."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[kind](**{**_PUBLISHED.get(kind, {}), **fields})
+
+
 def resized(config: Any, layers: int, **sizes: Any) -> Any:
     """A copy of `config` with the first `layers` layers and other sizes. It has only the sizes that `config` has
     itself, and keeps the pattern of the layers."""
     known = config.to_dict()
     if "num_hidden_layers" not in known:
         raise ModelError("its config.json has no num_hidden_layers, from which Dovetail takes the number of layers")
-    fields = {**known, **{name: value for name, value in sizes.items() if name in known}, "num_hidden_layers": layers}
+    has = {name for name, value in known.items() if value is False or value != 0}  # no experts stay no experts
+    fields = {**known, **{name: value for name, value in sizes.items() if name in has}, "num_hidden_layers": layers}
     if known.get("head_dim") and known["head_dim"] == known.get("qk_rope_head_dim"):  # the part with rotary positions
         fields["head_dim"] = fields["qk_rope_head_dim"]
+    if "mamba_d_head" in known:  # its heads must fill a multiple of the hidden states
+        fields |= {"mamba_n_heads": 8, "mamba_d_head": "auto"}
     before = known["num_hidden_layers"]
     for name, value in known.items():  # one entry for each layer
         if isinstance(value, list) and len(value) == before and "layer" in name:
@@ -114,7 +139,7 @@ def derive_family(config: Any) -> ModelFamily:
     )
 
     kind = config.model_type
-    plain = type(config)()  # what the class itself says of fields that a configuration leaves out
+    plain = usual_config(kind)  # what the class itself says of fields that a configuration leaves out
     known = plain.to_dict()
     small = resized(plain, _LAYERS, **_SIZES, **{name: 3 for name in _SHARED if known.get(name)})
     whole = whole_model(small)
@@ -125,7 +150,7 @@ def derive_family(config: Any) -> ModelFamily:
         raise ModelError(f"{kind} models have no plain token embedding beside their layers")
     norms = tuple(name for name, part in parts.items() if _is_norm(part))
     entry, ends = _ends({n: part for n, part in parts.items() if n not in (embedding, *norms)}, kind)
-    layer, plain_layer = _kinds(body.layers, kind)
+    layer, plain_layer, linear_layer = _kinds(body.layers, small)
     head_name, head = next((n, m) for n, m in whole.named_modules() if m is whole.get_output_embeddings())
     if head.bias is not None:
         raise ModelError(f"the vocabulary projection of {kind} models has a bias, which stages do not compute")
@@ -135,11 +160,12 @@ def derive_family(config: Any) -> ModelFamily:
     if odd := sorted(n for n in buffers if n not in saved or not n.endswith("bias")):
         raise ModelError(f"the layers of {kind} models hold {odd[0]} beside their weights, which stages do not restore")
     experts = _experts(layer, small, kind)
-    linears, inner, experts = _linears(plain, layer, plain_layer, small, experts)
+    linears, inner, experts = _linears(plain, layer, plain_layer, linear_layer, small, experts)
     renamed = _renamed(kind)
+    vectors = {} if linear_layer is None else _vectors(linear_layer, layer, small)
     constants = {n for n, p in layer.named_parameters() if not p.requires_grad} | {n for n, _ in layer.named_buffers()}
     kept_as_is = [n for n in ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window") if n in known]
-    doubled = type(config)(num_attention_heads=2 * plain.num_attention_heads)
+    doubled = usual_config(kind, num_attention_heads=2 * plain.num_attention_heads)
     fixed = {n: known[n] for n in kept_as_is if known[n] is not None and getattr(doubled, n) == known[n]}
     sizes = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", inner]
     if experts is not None:
@@ -153,6 +179,7 @@ def derive_family(config: Any) -> ModelFamily:
         n for n in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim") if n in known
     ]
     sizes += sorted({p.bias for p in linears if known.get(p.bias) is True})
+    sizes += sorted({n for w in vectors.values() for product in w.split("+") for n in product.split("*")})
     classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind, "")
     classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind].removesuffix("ForCausalLM")
     other = classifier.removesuffix("ForSequenceClassification")
@@ -163,6 +190,8 @@ def derive_family(config: Any) -> ModelFamily:
     defaults = {name: known[name] for name in sizes}
     if plain_layer is not None and not set(_PATTERN) & set(known):  # their mlp_layer_types say it
         defaults["first_k_dense_replace"] = plain.mlp_layer_types.count("dense")
+    if vectors:
+        defaults["full_attention_interval"] = plain.layer_types.index("full_attention") + 1
     return ModelFamily(
         name=kind,
         classes=classes,
@@ -190,6 +219,7 @@ def derive_family(config: Any) -> ModelFamily:
         embedding_factor="embedding_multiplier" if "embedding_multiplier" in known else None,
         logit_factor=next((n for n in ("logit_scale", "logits_scaling") if n in known), None),
         sinks=any(n.endswith("sinks") for n, _ in layer.named_parameters()),
+        vectors=vectors,
         bounded_scores=known.get("attn_logit_softcapping") is not None,
         **facts,
     )
@@ -203,19 +233,25 @@ def _body(whole: nn.Module, kind: str) -> tuple[str, Any]:
     raise ModelError(f"{kind} models do not keep their layers in a list that is called layers")
 
 
-def _kinds(layers: Any, kind: str) -> tuple[Any, Any]:
-    """A layer of each kind: one with experts and one with an MLP beside such layers. If all are alike, it is one of
-    them and None."""
-    sparse = [layer for layer in layers if any(hasattr(part, "has_gate") for part in layer.modules())]
-    dense = [layer for layer in layers if layer not in sparse]
+def _kinds(layers: Any, config: Any) -> tuple[Any, Any, Any]:
+    """A layer of each kind: the usual one, which has experts if some have them; one with an MLP in their place; and one
+    with linear attention. None for a kind that the model does not have."""
+    types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+    linear = [layer for layer, type_ in zip(layers, types, strict=True) if type_ == "linear_attention"]
+    others = [layer for layer in layers if layer not in linear]
+    sparse = [layer for layer in others if any(hasattr(part, "has_gate") for part in layer.modules())]
+    dense = [layer for layer in others if layer not in sparse]
 
     def parts(layer: nn.Module) -> list[tuple[str, Any]]:
         found = [(name, type(part)) for name, part in layer.named_modules()]
         return found + [(name, tensor.shape) for name, tensor in layer.state_dict().items()]
 
-    if any(parts(layer) != parts(group[0]) for group in (sparse, dense) for layer in group):
+    alike = all(parts(layer) == parts(group[0]) for group in (sparse, dense, linear) for layer in group)
+    if not alike or not others or (linear and sparse and dense):
+        kind = config.model_type
         raise ModelError(f"the layers of {kind} models have different parts, which Dovetail does not know yet")
-    return (sparse[0], dense[0] if dense else None) if sparse else (dense[0], None)
+    usual, beside = (sparse[0], dense[0] if dense else None) if sparse else (dense[0], None)
+    return usual, beside, linear[0] if linear else None
 
 
 def _renamed(kind: str) -> dict[str, str]:
@@ -305,6 +341,21 @@ def _is_softmax(router: nn.Module, config: Any) -> bool:
     return bool(torch.allclose(weights, found, atol=1e-5))
 
 
+def _vectors(linear: nn.Module, usual: nn.Module, config: Any) -> dict[str, Width]:
+    """`ModelFamily.vectors`, of a layer with linear attention and a usual one."""
+    widths, found = _sums(config), {}
+    for name, parameter in linear.named_parameters():
+        owner = linear.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, nn.Linear) or name in dict(usual.named_parameters()):
+            continue
+        if (width := widths.get(parameter.numel())) is None:
+            raise ModelError(
+                f"{config.model_type} models have a parameter {name} of a size that Dovetail does not know"
+            )
+        found[name] = width
+    return found
+
+
 def _head_widths(config: Any) -> dict[int, Width]:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     keys = getattr(config, "num_key_value_heads", config.num_attention_heads)
@@ -313,17 +364,28 @@ def _head_widths(config: Any) -> dict[int, Width]:
 
 
 def _linears(
-    plain: Any, layer: nn.Module, dense: nn.Module | None, config: Any, experts: Experts | None
+    plain: Any,
+    layer: nn.Module,
+    dense: nn.Module | None,
+    linear: nn.Module | None,
+    config: Any,
+    experts: Experts | None,
 ) -> tuple[tuple[LinearPart, ...], str, Experts | None]:
     """The linear layers of a decoder layer, in the order of use, the field of the MLP's inner width, and the experts
-    with the widths of the MLPs beside them. `dense`: a layer with an MLP in place of experts."""
+    with the widths of the MLPs beside them. `dense`: a layer with an MLP in place of experts. `linear`: one with linear
+    attention."""
     found: list[tuple[str, nn.Linear, Layers]] = []
+    both = {} if linear is None else dict(linear.named_modules())
+    for name, module in both.items():
+        if isinstance(module, nn.Linear) and name not in dict(layer.named_modules()):
+            found.append((name, module, "linear"))
     for each, layers in ((layer, "sparse"), (dense or nn.Module(), "dense")):
         for name, module in each.named_modules():
             beside = experts is not None and name.startswith(experts.router.rpartition(".")[0] + ".")
             router = experts is not None and f"{name}.".startswith(f"{experts.router}.")
             if isinstance(module, nn.Linear) and not router and (beside or each is layer):
-                found.append((name, module, layers if beside else "all"))  # type: ignore[arg-type]
+                usual = "full" if both and name not in both else "all"
+                found.append((name, module, layers if beside else usual))  # type: ignore[arg-type]
     biases = dict(_biases(plain))
     plan = getattr(config, "base_model_tp_plan", None) or {}
     fields = {getattr(config, n): n for n in _INNER if hasattr(config, n)}
@@ -336,8 +398,8 @@ def _linears(
         leaf, (outputs, inputs) = name.rpartition(".")[2], module.weight.shape
         hidden = config.hidden_size
         wide: tuple[Width, Width]
-        others: dict[str, Mapping[int, Any]] = {"dense": fields, "sparse": shared, "all": {}}
-        other = others[layers]
+        others: dict[str, Mapping[int, Any]] = {"dense": fields, "sparse": shared}
+        other = others.get(layers, {})
         if experts is not None and (inputs in other or outputs in other):
             kind = "dense" if layers == "dense" else "shared"
             experts = replace(experts, **{kind: other.get(outputs) or other[inputs]})
@@ -350,13 +412,15 @@ def _linears(
             if inputs == hidden:
                 wide = ("hidden", "inner" if outputs in fields else "gates")
             place = 4 + (inputs != hidden)
+        elif inputs == hidden and outputs == 2 * queries and leaf == "q_proj":
+            wide, place = ("hidden", "gated_queries"), 0
         elif inputs == hidden and outputs == queries + 2 * keys:
             wide, place = ("hidden", "attention"), 0
         elif inputs == hidden and outputs in (queries, keys) and leaf[0] in "qkv":
             wide, place = ("hidden", "queries" if leaf[0] == "q" else "keys"), "qkv".index(leaf[0])
         elif inputs == queries and outputs == hidden:
             wide, place = ("queries", "hidden"), 3
-        elif {inputs, outputs} - {hidden} <= set(sums):  # latent attention
+        elif {inputs, outputs} - {hidden} <= set(sums):  # latent or linear attention
             wide, place = (sums.get(inputs, "hidden"), sums.get(outputs, "hidden")), 3 * (outputs == hidden)
         elif inputs == hidden and outputs in (queries, config.num_attention_heads):  # gates of attention
             wide, place = ("hidden", "queries" if outputs == queries else "heads"), 2
@@ -370,11 +434,20 @@ def _linears(
 
 
 def _sums(config: Any) -> dict[int, Width]:
-    """The widths of attention with latent keys, by their size."""
+    """The widths of attention with latent keys, and of linear attention, by their size."""
     names = ("q_lora_rank", "kv_lora_rank", "kv_lora_rank+qk_rope_head_dim", "num_attention_heads*v_head_dim")
     both = [f"num_attention_heads*qk_nope_head_dim+num_attention_heads*{n}" for n in ("qk_rope_head_dim", "v_head_dim")]
     known = config.to_dict()
-    return {width_of(name, known): name for name in (*names, *both)} if "kv_lora_rank" in known else {}
+    if "kv_lora_rank" in known:
+        return {width_of(name, known): name for name in (*names, *both)}
+    if "linear_num_value_heads" not in known:
+        return {}
+    keys, values = ("linear_num_key_heads*linear_key_head_dim", "linear_num_value_heads*linear_value_head_dim")
+    heads = "linear_num_value_heads"
+    convolved = "+".join(f"linear_conv_kernel_dim*{each}" for each in (keys, keys, values))
+    of_heads = (heads, f"{heads}+{heads}", "linear_value_head_dim", values)
+    fused = (f"{keys}+{keys}+{values}", f"{keys}+{keys}+{values}+{values}", convolved)
+    return {width_of(name, known): name for name in (*of_heads, *fused)}
 
 
 def _shared(config: Any) -> dict[int, tuple[str, ...]]:

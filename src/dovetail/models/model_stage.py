@@ -95,7 +95,7 @@ class PipelineStage(nn.Module):
             for layer in body.layers.values():
                 replays(layer, self.family.experts)
         self.constants = frozenset(self._constants(body.layers))
-        self.rotary_type = None if self.family.learnt_positions else type(source.rotary_emb)
+        self.rotary_type = None if getattr(source, "rotary_emb", None) is None else type(source.rotary_emb)
         self.rotary: Any = None
         if self.is_last:
             _take(source, body, self.family.exits)

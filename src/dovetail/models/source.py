@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dovetail.manifest.model_families import ModelFamily
 from dovetail.manifest.model_families.family import saved_as
+from dovetail.manifest.model_families.support import TEXT_PREFIX
 from dovetail.models.config import ModelError
 from dovetail.models.model_stage import VALUE_HEAD, VALUE_HEAD_FILE, PipelineStage
 from dovetail.protocol.process.pulse import PROGRESS
@@ -43,7 +44,7 @@ class Folder:
         from safetensors import safe_open
 
         self.path = path
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, tuple[Any, str]] = {}  # the file and its name of a tensor
         index = path / "model.safetensors.index.json"
         if index.is_file():
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -68,7 +69,7 @@ class Folder:
             except Exception as error:  # SafetensorError is not exported in a stable place
                 raise ModelError(f"{path}/{file}: not a complete safetensors file: {error}") from error
             for key in handle.keys():  # noqa: SIM118 - not a mapping
-                self._files[key] = handle
+                self._files[key.replace(TEXT_PREFIX, "", 1)] = handle, key
         self._family = family
         # Checkpoints of the bare backbone (`OPTModel`, `LlamaModel`) lack the `model.` prefix.
         self._prefix = family.body.partition(".")[0] + "."
@@ -102,11 +103,12 @@ class Folder:
         """Reads the tensor `key` of the files. `name`: its name in a message."""
         if key not in self._files:
             return None
-        part = self._files[key].get_slice(key)
+        file, there = self._files[key]
+        part = file.get_slice(there)
         found = tuple(part.get_shape())
         if found != tuple(shape):
             raise ModelError(f"{self.path}: {name} has shape {found}, config.json asks for {tuple(shape)}")
-        values: Tensor = part[box] if found else self._files[key].get_tensor(key)
+        values: Tensor = part[box] if found else file.get_tensor(there)
         PROGRESS.made()
         return values
 
@@ -123,13 +125,16 @@ class Seed:
         self._std = float(getattr(config, "initializer_range", None) or getattr(config, "init_std", None) or 0.02)
         self._pad = getattr(config, "pad_token_id", None)
         self._norm = torch.zeros if stage.family.norm_offset else torch.ones
+        self._ones = tuple(f".{name}" for name in stage.family.vectors)
         self._embedding = stage.embedding_name
         self._tied_copy = stage.tied_copy
 
     def read(self, name: str, shape: torch.Size, box: tuple[slice, ...]) -> Tensor | None:
         owner, _, kind = name.rpartition(".")
         is_embedding = name in (self._embedding, self._tied_copy)
-        if kind.endswith("bias") or kind == "sinks" or owner == VALUE_HEAD:
+        if len(shape) == 1 and name.endswith(self._ones):
+            values = torch.ones(shape)
+        elif kind.endswith("bias") or kind == "sinks" or owner == VALUE_HEAD:
             values = torch.zeros(shape)
         elif len(shape) > 1:
             values = torch.empty(shape)

@@ -15,7 +15,7 @@ from typing import Any
 
 from dovetail.coordinator.data.collection import needed
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.downloads.hub import Hub, read_json
+from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.coordinator.data.prepare import Prepared, given_tokenizer, model_sources, prepare
 from dovetail.coordinator.data.records import equal_pairs
 from dovetail.coordinator.data.sources import with_system
@@ -38,6 +38,7 @@ from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
 from dovetail.gpus.nvidia_driver import Device, driver_devices
 from dovetail.launch.processes import gpu_slots
+from dovetail.manifest.checks.model_contents import model_config
 from dovetail.manifest.fixed_names import DataKind
 from dovetail.manifest.types import DataSource, RLHFJob, RLHFJobSpec, ScratchModel, Stage
 from dovetail.protocol.plan import Plan
@@ -183,7 +184,7 @@ def _tokenizer_found(tokenizer: Any) -> Finding:
 
 def _context(spec: RLHFJobSpec, folder: Path) -> Finding | None:
     """Returns a problem if sequences may be longer than the model allows."""
-    config = read_json(folder / "config.json")
+    config = model_config(folder)
     limit = config.get("max_position_embeddings") if isinstance(config, dict) else None
     if not isinstance(limit, int):
         return None

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dovetail.coordinator.data.downloads.proof import DEADLINE
+from dovetail.manifest.checks.model_contents import model_config
 from dovetail.manifest.model_families import MODEL_FAMILIES, ModelFamily
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.models import HuggingFaceWriter, ModelError, PipelineStage, build_stage, load_config
@@ -34,6 +35,7 @@ _SMALL = {
     "intermediate_size": 96,
     "ffn_dim": 96,
     "moe_intermediate_size": 48,
+    "shared_intermediate_size": 56,
     "word_embed_proj_dim": 32,
     "num_experts": 4,
     "num_local_experts": 4,
@@ -46,6 +48,10 @@ _SMALL = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 12,
     "v_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
     "vocab_size": 96,
     "max_position_embeddings": 128,
     "sliding_window": 6,
@@ -65,7 +71,7 @@ def prove_model(ref: ModelRef, scratch: Path) -> list[Finding]:
     """Proves the model that `ref` names. `scratch`: an empty folder to write to."""
     try:
         config = load_config(ref)
-        stated = ref.scratch.config if ref.scratch else json.loads(Path(str(ref.path), "config.json").read_text())
+        stated = ref.scratch.config if ref.scratch else model_config(Path(str(ref.path)))
     except ModelError as error:
         return [Finding("configuration", "problem", str(error))]
     return prove(config, scratch, stated=stated)
@@ -106,7 +112,7 @@ def unbuilt(error: Exception) -> str:
 def _changed(table: ModelFamily, derived: ModelFamily, stated: Container[str]) -> set[str]:
     """The facts that the table does not have as they are derived. A default matters only if it is used."""
     found = dict(differences(table, derived))
-    for name in ("kept", "kept_dense", "packs", "linears"):  # measured or proved
+    for name in ("kept", "kept_dense", "kept_linear", "packs", "linears"):  # measured or proved
         found.pop(name, None)
     old, new = found.pop("defaults", ({}, {}))
     names = {name for name in {**old, **new} if old.get(name) != new.get(name)}

@@ -10,7 +10,7 @@ import yaml
 from dovetail.cli.job_arguments import read_job
 from dovetail.manifest.checks.files import check_files
 from dovetail.manifest.checks.rules import check
-from dovetail.manifest.checks.scratch import LATENT_ON_CPUS, cpu_head_error, head_size
+from dovetail.manifest.checks.scratch import NOT_ON_CPUS, cpu_head_error, head_size
 from dovetail.manifest.checks.validation import load_manifest, parse_manifest, warnings
 from dovetail.manifest.resolve import absolute_paths, resolve
 from dovetail.manifest.types import API_VERSION, Dtype, RLHFJob, Stage
@@ -328,7 +328,8 @@ def test_heads_have_the_size_that_their_family_gives_them():
     assert head_size({"model_type": "gemma2", **sizes, "head_dim": 32}) == 32
     assert cpu_head_error({"model_type": "gemma2", **sizes}) is None
     assert cpu_head_error({"model_type": "llama", **sizes}) is not None
-    assert cpu_head_error({"model_type": "deepseek_v3", **sizes}) == LATENT_ON_CPUS
+    for kind in ("deepseek_v3", "qwen3_5_text"):
+        assert cpu_head_error({"model_type": kind, **sizes}) == NOT_ON_CPUS
 
 
 def test_heads_of_a_folders_model_are_looked_at_before_the_run(tmp_path):

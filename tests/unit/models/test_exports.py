@@ -16,7 +16,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from dovetail.coordinator.data.downloads.model_folders import check_weights
 from dovetail.coordinator.data.text import tokenizer as tokenizers
+from dovetail.manifest.model_shape import ModelShape
 from dovetail.models import HuggingFaceWriter, PipelineStage, build_stage, load_config
 from dovetail.models.export import exported_config
 from dovetail.models.source import in_files
@@ -58,6 +60,63 @@ def export(folder: Path, stage: PipelineStage, tokenizer: Path | None = None) ->
     held = in_files(stage.family, stage.named_parameters())
     writer.finish([writer.write(held, torch.float32)], stage.config, stage.head, torch.float32, tokenizer)
     return folder
+
+
+# Folders that also read images: their type, and the fields of their language model.
+READS_IMAGES = {
+    "gemma3": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "sliding_window": 5},
+    "mistral3": {"model_type": "ministral3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    "qwen3_5": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "full_attention_interval": 3,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "llava": {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", READS_IMAGES)
+def test_the_language_model_of_a_folder_that_also_reads_images_is_trained(kind: str, tmp_path: Path) -> None:
+    """It computes what the whole folder computes for texts, and is exported as a language model."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 64}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    vision |= {"num_heads": 2, "depth": 1, "out_hidden_size": 32}  # Qwen's names
+    config = transformers.CONFIG_MAPPING[kind](
+        text_config=sizes | READS_IMAGES[kind], vision_config=vision | {"image_size": 28, "patch_size": 14}
+    )
+    whole: Any = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    folder = tmp_path / "whole"
+    whole.save_pretrained(folder)
+    fields = json.loads((folder / "config.json").read_text())
+    if kind == "gemma3":  # published ones leave out what the class says itself, and say tokens once
+        del fields["text_config"]["num_attention_heads"], fields["text_config"]["num_key_value_heads"]
+        del fields["text_config"]["eos_token_id"]
+        fields["eos_token_id"] = [1, 7]
+        (folder / "config.json").write_text(json.dumps(fields))
+    check_weights(folder, "spec.models.actor.source.path")
+    tokens = torch.randint(3, 60, (1, 9))
+    stage = build_stage(ModelRef(head="lm", path=str(folder)))
+    assert ModelShape.of(fields).parameters() == sum(p.numel() for p in stage.parameters())
+    with torch.no_grad():
+        wanted = whole(input_ids=tokens, use_cache=False).logits
+        assert torch.allclose(stage(tokens), wanted, atol=1e-5)
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            export(tmp_path / "text", stage), output_loading_info=True
+        )
+        assert not report["missing_keys"] | report["unexpected_keys"]
+        assert type(model).__name__ == stage.family.causal_lm
+        assert torch.allclose(model(tokens).logits, wanted, atol=1e-5)
+    if kind == "gemma3":
+        assert model.config.eos_token_id == [1, 7]
 
 
 def saved(folder: Path, eos: str = "</s>", style: str = "bytes", specials: tuple[str, ...] = (), **tokens: str) -> Path:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import ScratchModel
 from dovetail.models import HuggingFaceWriter, ModelError, PipelineStage, build_stage, load_config
+from dovetail.models.derive import usual_config
 from dovetail.models.source import in_files
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.weights import layer_range
@@ -26,8 +27,8 @@ from helpers.family_models import COMMON, FAMILIES, ref
 def test_every_family_has_the_defaults_of_transformers() -> None:
     assert FAMILIES.keys() <= MODEL_FAMILIES.keys()
     for name, family in MODEL_FAMILIES.items():
-        # Some say which layers have no experts in a list only.
-        config = {"first_k_dense_replace": 1} | transformers.AutoConfig.for_model(name).to_dict()
+        # Some say in a list only which layers have no experts, or full attention.
+        config = {"first_k_dense_replace": 1, "full_attention_interval": 4} | usual_config(name).to_dict()
         assert {key: config[key] for key in family.defaults} == family.defaults, name
         assert hasattr(transformers, family.causal_lm)
 

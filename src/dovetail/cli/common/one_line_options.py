@@ -14,12 +14,12 @@ import yaml
 
 from dovetail.gpus.nvidia_driver import driver_devices
 from dovetail.manifest.checks.hub_names import hub_problem
+from dovetail.manifest.checks.model_contents import model_config
 from dovetail.manifest.documents import ManifestError, read_yaml
 from dovetail.manifest.fixed_names import DATA_KINDS, DataKind
 from dovetail.manifest.type_descriptions import named
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.errors import UsageError
-from dovetail.protocol.files.durable import read_object
 from dovetail.tools.one_line import METHODS, GPUs, OneLine, document, product_label
 
 
@@ -191,7 +191,8 @@ def machine_gpus() -> GPUs | None:
 
 def folder_context(model: Path) -> int | None:
     """The longest sequence of the model in a folder, in tokens. None if config.json does not say it."""
-    found = read_object(model / "config.json").get("max_position_embeddings")
+    config = model_config(model)
+    found = config.get("max_position_embeddings") if isinstance(config, dict) else None
     return found if isinstance(found, int) and found > 1 else None
 
 

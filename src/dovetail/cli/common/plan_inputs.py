@@ -3,7 +3,6 @@ the profile of this machine."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import ValidationError
 
 from dovetail.gpus.gpu_products import GPU, HardwareError, described, parse
 from dovetail.manifest.checks.files import model_configs
+from dovetail.manifest.checks.model_contents import model_config
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.inventory import Inventory, InventoryError, read
 from dovetail.protocol.errors import RunError, UsageError, last_said
@@ -41,7 +41,7 @@ def _cached(repository: str, revision: str | None) -> dict[str, Any] | None:
         return None
     try:
         path = try_to_load_from_cache(repository, "config.json", revision=revision)
-        config = json.loads(Path(path).read_text(encoding="utf-8")) if isinstance(path, str) else None
+        config = model_config(Path(path).parent) if isinstance(path, str) else None
     except (OSError, ValueError):  # the hub's own error for a name that is not valid is a ValueError too
         return None
     return config if isinstance(config, dict) else None

@@ -20,7 +20,7 @@ import numpy as np
 from dovetail.coordinator.data.collection import Collection, Place, StageData, collect, needed
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.data_files import content_digest
-from dovetail.coordinator.data.downloads.hub import Hub, read_json
+from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.coordinator.data.downloads.model_folders import check_scores, check_weights, resolve, scratch_config
 from dovetail.coordinator.data.fingerprints import Fingerprint
 from dovetail.coordinator.data.records import Prompt, equal_pairs, plain_fields
@@ -39,6 +39,7 @@ from dovetail.coordinator.data.text.tokenize import (
 )
 from dovetail.coordinator.data.token_table import Tokenizing, TokenTable, token_table
 from dovetail.manifest.checks.hub_names import hub_problem
+from dovetail.manifest.checks.model_contents import model_config
 from dovetail.manifest.fixed_names import MODEL_NAMES, DataKind
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import target_problem
@@ -476,9 +477,7 @@ def model_sources(spec: RLHFJobSpec, base_dir: Path, hub: Hub) -> dict[str, Path
 
 def _check_targets(lora: LoRA, source: Path | ScratchModel, field: str) -> None:
     """Raises DataError if the model has no layer of a name in `targetModules`."""
-    config = (
-        {"model_type": source.architecture} if isinstance(source, ScratchModel) else read_json(source / "config.json")
-    )
+    config = {"model_type": source.architecture} if isinstance(source, ScratchModel) else model_config(source)
     family = MODEL_FAMILIES.get(str(config.get("model_type"))) if isinstance(config, dict) else None
     if family is not None and (why := target_problem(lora.target_modules or (), family)) is not None:
         raise DataError(f"{field}: {why}")
@@ -531,7 +530,8 @@ def _date_of(tokenizer_dir: Path) -> datetime | None:
 
 def _fits(model: Path, tokenizer: Any) -> None:
     """Raises DataError if the tokenizer has ids that the model's embedding lacks."""
-    size = json.loads((model / "config.json").read_text()).get("vocab_size")
+    config = model_config(model)
+    size = config.get("vocab_size") if isinstance(config, dict) else None
     if isinstance(size, int) and size < len(tokenizer):
         raise DataError(
             f"spec.models.tokenizer: its {len(tokenizer)} tokens do not fit the actor's vocabulary of {size} ({model})"
@@ -556,9 +556,9 @@ def _same_tokens(tokenizer: Any, teacher: Path, trust_remote_code: bool) -> None
 
 
 def _copy_config(model: Path, folder: Path) -> None:
-    for name in ("config.json", "generation_config.json"):
-        if (model / name).is_file():
-            shutil.copy(model / name, folder / name)
+    _write_json(folder / "config.json", model_config(model))
+    if (model / "generation_config.json").is_file():
+        shutil.copy(model / "generation_config.json", folder)
     for code in model.glob("*.py"):
         shutil.copy(code, folder / code.name)
 

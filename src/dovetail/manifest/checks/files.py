@@ -9,7 +9,7 @@ from typing import Any
 
 from dovetail.manifest.checks.batching import pinned_layouts
 from dovetail.manifest.checks.hub_names import hub_problem
-from dovetail.manifest.checks.model_contents import folder_problems, read_json, tokenizer_problem
+from dovetail.manifest.checks.model_contents import folder_problems, model_config, tokenizer_problem
 from dovetail.manifest.checks.scratch import SIZES, cpu_head_error, is_count
 from dovetail.manifest.fixed_names import DATA_ENDINGS, data_files
 from dovetail.manifest.model_families import MODEL_FAMILIES
@@ -102,7 +102,7 @@ def model_configs(spec: RLHFJobSpec, base_dir: Path) -> dict[str, dict[str, Any]
     for name in ("actor", "critic", "reward", "reference"):
         source: ModelSource | None = getattr(spec.models, name).source
         if source is not None and source.path is not None:
-            config = read_json(base_dir / source.path / "config.json")
+            config = model_config(base_dir / source.path)
             if isinstance(config, dict):
                 found[name] = config
     return found
@@ -112,7 +112,7 @@ def _config(source: ModelSource | None, base: Path) -> dict[str, Any]:
     """A model's configuration. It is empty if the manifest's own folders and fields do not say it."""
     if source is not None and source.scratch is not None:
         return {"model_type": source.scratch.architecture, **source.scratch.config}
-    found = None if source is None or source.path is None else read_json(base / source.path / "config.json")
+    found = None if source is None or source.path is None else model_config(base / source.path)
     return found if isinstance(found, dict) else {}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dovetail.manifest.model_families.support import problem
+from dovetail.manifest.model_families.support import problem, text_part
 
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -42,6 +42,12 @@ def folder_problems(folder: Path) -> Iterator[str]:
             yield _no_weights(folder)
     except BrokenWeights as error:
         yield f"{folder}: {error}"
+
+
+def model_config(folder: Path) -> Any:
+    """config.json of the language model in the folder, or a string with the reason if it cannot be read."""
+    read = read_json(folder / "config.json")
+    return text_part(read) if isinstance(read, dict) else read
 
 
 def _adapter(folder: Path) -> str:

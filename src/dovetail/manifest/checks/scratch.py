@@ -11,8 +11,9 @@ from dovetail.manifest.types import ScratchModel
 # The head dimensions that vLLM's attention on CPUs supports.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
-# It takes states of 576 dimensions, and its log-probabilities then differ from transformers' by 0.2 and more.
-LATENT_ON_CPUS = "vLLM on CPUs does not compute latent keys and values as transformers does"
+# It takes latent states of 576 dimensions, and its log-probabilities then differ from transformers' by 0.2 and more.
+# It computes linear attention in bfloat16 only, and its packages for CPUs lack torchvision, which those classes import.
+NOT_ON_CPUS = "vLLM on CPUs computes neither latent keys and values nor linear attention as transformers does"
 
 # These fields are whole numbers of at least 1.
 SIZES = (
@@ -43,16 +44,16 @@ def head_size(config: Mapping[str, Any]) -> int | None:
     return int(hidden) // int(heads) if hidden and heads else None
 
 
-def has_latent(config: Mapping[str, Any]) -> bool:
-    """Whether a Hugging Face configuration is of a model with latent keys and values."""
+def needs_gpus(config: Mapping[str, Any]) -> bool:
+    """Whether a Hugging Face configuration is of a model that vLLM does not compute on CPUs."""
     family = MODEL_FAMILIES.get(str(config.get("model_type")))
-    return family is not None and family.latent
+    return family is not None and (family.latent or bool(family.vectors))
 
 
 def cpu_head_error(config: Mapping[str, Any]) -> str | None:
     """A sentence without its full stop if vLLM cannot run the model's attention on CPUs."""
-    if has_latent(config):
-        return LATENT_ON_CPUS
+    if needs_gpus(config):
+        return NOT_ON_CPUS
     size = head_size(config)
     return None if size is None or size in CPU_HEAD_SIZES else unsupported_heads(size)
 

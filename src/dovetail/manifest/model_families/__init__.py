@@ -25,7 +25,7 @@ def _family(row: Mapping[str, Any]) -> ModelFamily:
         lists = {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
         matrices = {"matrices": _tuples(told["matrices"])} if "matrices" in told else {}
         experts = Experts(**{**told, **lists, **matrices})
-    kept = {name: _tuples(row[name]) for name in ("kept", "kept_dense") if name in row}
+    kept = {name: _tuples(row[name]) for name in ("kept", "kept_dense", "kept_linear") if name in row}
     return ModelFamily(**{**row, **sequences, **kept, "linears": linears, "experts": experts})
 
 

@@ -9,12 +9,16 @@ from typing import Any, Literal
 
 # The widths of a layer are those of the hidden states, all query heads, all key (or value) heads, the MLP's inner
 # states, and one head. For fused layers they are queries, keys and values together, and gate and up together. Beside
-# experts they are those of an MLP in their place, and of the experts that every token gets. 1 is that of a gate. Any
-# other width is a sum of products of fields in config.json, such as "kv_lora_rank+qk_rope_head_dim".
+# experts they are those of an MLP in their place, and of the experts that every token gets. Gated queries come with a
+# gate for each number. 1 is that of a gate. Any other width is a sum of products of fields in config.json, such as
+# "kv_lora_rank+qk_rope_head_dim".
 Width = str
-WIDTHS = ("hidden", "queries", "keys", "inner", "attention", "gates", "head", "heads", "dense", "shared", "one")
-# The layers of a model with experts that have a part: all, or only those with or without experts.
-Layers = Literal["all", "sparse", "dense"]
+WIDTHS = (
+    *("hidden", "queries", "keys", "inner", "attention", "gates", "head", "heads", "dense", "shared", "one"),
+    "gated_queries",
+)
+# The layers that have a part: all, only those with or without experts, or only those with linear or full attention.
+Layers = Literal["all", "sparse", "dense", "linear", "full"]
 
 
 @dataclass(frozen=True)
@@ -117,12 +121,16 @@ class ModelFamily:
     all layers, or all except every n-th one (n is `sliding_window_pattern`, or this number). With "never", models with
     windows are refused.
 
+    `vectors` are the parameters of a layer with linear attention that are no linear layers, with their sizes. Those of
+    one dimension begin as 1 in models from scratch.
+
     `packs` says that layers know where packed sequences begin. Other layers get each sequence as a row.
 
     `kept` says how many numbers autograd keeps of one layer for one token, which the planner needs. Each width of
     `KEPT`, and each that is a sum of fields, has two factors: for numbers that are float32 in every compute dtype (an
     int64 counts as two), and for numbers in the compute dtype. Cosines and sines of positions do not count, because all
-    layers share them. `kept_dense` says it of a layer without experts beside layers with experts.
+    layers share them. `kept_dense` says it of a layer without experts beside layers with experts, and `kept_linear` of
+    a layer with linear attention.
 
     `rotary_fields` has the fields of `rope_parameters` by the names that only this family has in Transformers 4.
     `served` are fields that vLLM's class needs and transformers' class does not have. Published models have them."""
@@ -156,9 +164,11 @@ class ModelFamily:
     sinks: bool = False
     bounded_scores: bool = False
     experts: Experts | None = None
+    vectors: Mapping[str, Width] = field(default_factory=dict)
     packs: bool = True
     kept: Mapping[str, tuple[int, int]] = field(default_factory=lambda: LLAMA_KEPT)
     kept_dense: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    kept_linear: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     rotary_fields: Mapping[str, str] = field(default_factory=dict)
     served: tuple[str, ...] = ()
 
@@ -203,14 +213,24 @@ class ModelFamily:
 
     @property
     def sums(self) -> frozenset[Width]:
-        """The widths of its layers that are sums of products of fields."""
-        used = {w for part in self.linears for w in (part.inputs, part.outputs)} | set(self.head_norms.values())
-        return frozenset(used - set(WIDTHS))
+        """The widths of its layers that are sums of products of fields of config.json."""
+        used = {w for part in self.linears for w in (part.inputs, part.outputs)}
+        used |= {*self.head_norms.values(), *self.vectors.values(), *self.kept_linear}
+        return frozenset(used - {*WIDTHS, *KEPT})
 
     @property
     def latent(self) -> bool:
         """Whether keys and values are made of a latent state, which the KV cache holds (DeepSeek-V2's attention)."""
         return "kv_lora_rank+qk_rope_head_dim" in self.sums
+
+    def linear_layers(self, config: Mapping[str, Any]) -> int:
+        """The number of layers of a `config.json` that have linear attention, which keeps a state and no keys."""
+        if not self.vectors:
+            return 0
+        if (kinds := config.get("layer_types")) is not None:
+            return list(kinds).count("linear_attention")
+        layers = int(config.get("num_hidden_layers", self.defaults["num_hidden_layers"]))
+        return layers - layers // int(config.get("full_attention_interval") or self.defaults["full_attention_interval"])
 
     def dense_layers(self, config: Mapping[str, Any]) -> frozenset[int]:
         """The layers of a `config.json` that have an MLP beside layers that have experts."""

@@ -11,11 +11,36 @@ from dovetail.manifest.model_families import MODEL_FAMILIES, REFUSED, ModelFamil
 # the lengths of other sequences, and differ between trainer, scorer and rollout.
 _ROPES = ("dynamic", "longrope", "su")
 _KINDS = {"full_attention", "sliding_attention"}
+_OLD_NAMES = {"attention": "full_attention"}
+# Files hold the language model of a folder that also reads images under names with this part.
+TEXT_PREFIX = "language_model."
+# What the configuration of such a folder may say for its language model too.
+_OF_ALL = (
+    *("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `config.json` of the language model, if `config` is that of a model which also reads images or sounds.
+    Otherwise `config` itself."""
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        return config
+    kind = str(inner.get("model_type"))
+    if kind not in MODEL_FAMILIES and kind not in REFUSED:
+        return config
+    shared = {name: config[name] for name in _OF_ALL if config.get(name) is not None}
+    if (family := MODEL_FAMILIES.get(kind)) is None:
+        return {**shared, **inner}
+    # Published ones leave out what transformers' class says itself.
+    return {**family.defaults, **shared, **inner, "architectures": [family.causal_lm]}
 
 
 def problem(config: Mapping[str, Any]) -> str | None:
     """The reason why a `config.json` cannot be used, and what to do. It is a clause without the model's name and
     without a full stop. None if it can be used."""
+    config = text_part(config)
     kind = str(config.get("model_type"))
     family = MODEL_FAMILIES.get(kind)
     if family is None:
@@ -31,10 +56,13 @@ def problem(config: Mapping[str, Any]) -> str | None:
             "sliding-window attention is not supported in this family; remove sliding_window and use_sliding_window "
             "from config.json"
         )
-    if other := sorted(set(config.get("layer_types") or ()) - _KINDS):
-        return f"layers of type {other[0]!r} are not supported; use a model with {' and '.join(sorted(_KINDS))} only"
+    kinds = _KINDS | {"linear_attention"} if family.vectors else _KINDS
+    if other := sorted({_OLD_NAMES.get(kind, kind) for kind in config.get("layer_types") or ()} - kinds):
+        return f"layers of type {other[0]!r} are not supported; use a model with {' and '.join(sorted(kinds))} only"
     if config.get("use_bidirectional_attention"):
         return "attention to later tokens is not supported; set use_bidirectional_attention to false in config.json"
+    if family.experts is None and config.get("num_local_experts"):
+        return "experts are not supported in this family; use a model with num_local_experts 0"
     if family.experts is not None:
         plain: dict[str, Any] = {"expert_selection_fn": "softmax"}
         if family.experts.dense is None:

@@ -12,7 +12,7 @@ from dovetail.coordinator.data.downloads.hub import Hub, read_json
 from dovetail.manifest.checks.model_contents import PICKLES, BrokenWeights, folder_problems, headers, weight_files
 from dovetail.manifest.fixed_names import MODEL_NAMES
 from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.manifest.model_families.support import problem
+from dovetail.manifest.model_families.support import TEXT_PREFIX, problem
 from dovetail.manifest.model_shape import ModelShape, ShapeError
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, ScratchModel
 
@@ -63,6 +63,8 @@ def check_weights(folder: Path, field: str) -> None:
     if (why := next(folder_problems(folder), None)) is not None:
         raise DataError(f"{field}: {why}")
     tensors = {name: tensor for header in headers(folder).values() for name, tensor in header.items()}
+    # The layers of an encoder of images have equal names.
+    tensors = {name: tensor for name, tensor in tensors.items() if TEXT_PREFIX in name} or tensors
     try:
         shape = ModelShape.of(read_json(folder / "config.json"))
     except (ShapeError, ValueError, TypeError):

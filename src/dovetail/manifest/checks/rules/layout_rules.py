@@ -8,13 +8,13 @@ from typing import Any
 from dovetail.manifest.checks.batching import pinned_layouts
 from dovetail.manifest.checks.rules.rule import Rule, Value, ppo_rule, spec_rule
 from dovetail.manifest.checks.scratch import (
-    LATENT_ON_CPUS,
+    NOT_ON_CPUS,
     SIZES,
     architecture_layers,
     cpu_head_error,
-    has_latent,
     head_size,
     is_count,
+    needs_gpus,
     unsupported_heads,
 )
 from dovetail.manifest.sizes import draws_on_cpus, trained_models, trainer_world, world_size
@@ -179,7 +179,7 @@ def _actor_config(spec: RLHFJobSpec) -> Mapping[str, Any]:
 
 def _heads_fit(spec: RLHFJobSpec) -> bool:
     config = _actor_config(spec)
-    if not draws_on_cpus(spec) or has_latent(config) or not all(is_count(config.get(size, 1)) for size in SIZES):
+    if not draws_on_cpus(spec) or needs_gpus(config) or not all(is_count(config.get(size, 1)) for size in SIZES):
         return True  # another rule is about sizes that are no numbers
     return cpu_head_error(config) is None
 
@@ -201,8 +201,8 @@ CONFIGURATION_RULES = (
         {"size": lambda spec: head_size(_actor_config(spec))},
     ),
     ppo_rule(
-        lambda spec: not (draws_on_cpus(spec) and has_latent(_actor_config(spec))),
-        f"spec.models.actor.source.scratch.architecture: {LATENT_ON_CPUS}; take rollouts on GPUs.",
+        lambda spec: not (draws_on_cpus(spec) and needs_gpus(_actor_config(spec))),
+        f"spec.models.actor.source.scratch.architecture: {NOT_ON_CPUS}; take rollouts on GPUs.",
     ),
     ppo_rule(
         lambda spec: _longest(spec) <= (_positions(spec) or _longest(spec)),
