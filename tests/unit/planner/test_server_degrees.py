@@ -75,7 +75,7 @@ def started(
     own = ProcessEnv("t", "r", run_dir, "http://127.0.0.1:9", "x", "127.0.0.1", 1, 0, "g", 0, 1)
     for key, text in own.write().items():
         monkeypatch.setenv(key, text)
-    monkeypatch.setattr(server, "environment", lambda on_cpu, given: {})  # it would stay after the test
+    monkeypatch.setattr(server, "environment", lambda on_cpu, given, invariant: {})  # it would stay after the test
     monkeypatch.setenv(SERVED_TEMPERATURE, "1.0")  # this too
     monkeypatch.setattr(server, "my_capability", lambda: None)
     seen: list[Any] = []

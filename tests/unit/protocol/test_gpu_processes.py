@@ -94,7 +94,7 @@ def test_a_server_on_a_v100_serves_float16(
     (folder / "config.json").write_text("{}")
     seen: list[list[str]] = []
     monkeypatch.setattr(vllm_server, "my_capability", lambda: (7, 0))
-    monkeypatch.setattr(vllm_server, "environment", lambda on_cpu, given: {})  # it would stay after the test
+    monkeypatch.setattr(vllm_server, "environment", lambda on_cpu, given, invariant: {})  # it would stay after the test
     monkeypatch.setattr(vllm_server, "kv_setup", lambda *_: None)
     monkeypatch.setattr(vllm_server, "serve", lambda arguments, *_: seen.append(arguments) or 0)
     assert vllm_server.main([]) == 0, capsys.readouterr().err
