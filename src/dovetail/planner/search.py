@@ -482,12 +482,11 @@ Combination = tuple[Share, ...]
 
 
 class Combinations:
-    """Knows which combinations of one ranking's layouts fit, and makes candidates. `ranker` has the limits and
-    the costs."""
+    """Knows which combinations of one ranking's layouts fit, and makes candidates. `ranker`: finds further layouts."""
 
     def __init__(self, ranking: Ranking, ranker: Ranker) -> None:
         self.ranking = ranking
-        self._costs, self._limits = ranker.costs, ranker.limits
+        self._costs, self._limits, self._ranker = ranker.costs, ranker.limits, ranker
         self._filling = Filling(ranking, ranker.costs)
         self._training = [at for at, (task, _) in enumerate(ranking.places) if task in TRAINING]
         # Whether actor and critic train on the same GPUs.
@@ -504,9 +503,9 @@ class Combinations:
             yield from self._repaired()
 
     def many(self) -> list[Combination]:
-        """The fastest combinations, and those of `few`, each once."""
+        """The fastest combinations, those of `few`, and those with few weights to move, each once."""
         found = islice(self._agreeing(PATIENCE), COMBINATIONS)
-        return list(dict.fromkeys([*found, *self._repaired()]))
+        return list(dict.fromkeys([*found, *self._repaired(), *self._aligned()]))
 
     def least(self) -> Combination | None:
         """The combination that keeps least of a GPU while other tasks work, and then needs least for each task. If any
@@ -549,6 +548,28 @@ class Combinations:
                 yield chosen
             for alike in self._same_stages(layouts) if unlike else ():
                 if (chosen := self._agreed(self._filling.repaired(alike))) is not None:
+                    yield chosen
+
+    def _aligned(self) -> Iterator[Combination]:
+        """Combinations with one layout for training and generation, if they share GPUs. Then no weights move."""
+        structure = self.ranking.structure
+        if structure.dedicated or structure.generation != structure.actor_training:
+            return
+        wide = self._ranker.rank(structure, EVERY)
+        assert isinstance(wide, Ranking)
+        mine, tasks = type(self)(wide, self._ranker), [task for task, _ in wide.places]
+        by_layout: list[dict[tuple[int, int], Ranked]] = [{} for _ in tasks]
+        for found_here, ranked in zip(by_layout, wide.layouts, strict=True):
+            for option in ranked:
+                found_here.setdefault((option.share.pp, option.share.tp), []).append(option)
+        for layout in by_layout[tasks.index("actor_training")]:
+            for shared in ((*TRAINING, "generation", "critic"), (*TRAINING, "generation")):
+                layouts = [
+                    here[layout] if task in shared and layout in here else ranked
+                    for task, ranked, here in zip(tasks, wide.layouts, by_layout, strict=True)
+                ]
+                chosen = mine._agreed(mine._filling.repaired(layouts))
+                if chosen is not None and mine._fits_side_by_side(chosen):
                     yield chosen
 
     # ------------------------------------------------------------ what can run together
