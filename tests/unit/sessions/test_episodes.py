@@ -631,5 +631,5 @@ def test_a_prompt_beyond_its_limit_is_named(tmp_path: Path) -> None:
 def test_a_job_may_take_what_the_environment_says_as_its_reward() -> None:
     fields = {"messages": [[], []], "ending": ["answered", "turns"], "secret": [3, 4]}
     assert earned(["p", "p"], ["r", "s"], earned=[0.5, 0.0], **fields) == [0.5, 0.0]
-    with pytest.raises(ValueError, match="give its class a method get_reward"):
+    with pytest.raises(ValueError, match="give the environment's class a method get_reward"):
         earned(["p", "p"], ["r", "s"], earned=[0.5, None], **fields)
