@@ -3,7 +3,8 @@ build for GPUs is not installed."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,15 @@ def separate(**spec: Any) -> RLHFJob:
     )
 
 
-@dataclasses.dataclass
-class Once(Reaper):
-    """Kills a server when iteration 2 begins to draw."""
+def as_iteration_2_draws() -> Callable[[dict[str, Any]], list[str]]:
+    """The victim of a Reaper: a server, once."""
+    left = iter(["rollouts-1"])
 
-    def look(self, launcher: Any) -> None:
-        if not self.killed:
-            super().look(launcher)
+    def victims(event: dict[str, Any]) -> list[str]:
+        draws = event["event"] == "server.allotted" and event.get("iteration") == 2
+        return list(islice(left, 1)) if draws else []
 
-
-def begins(event: dict[str, Any]) -> list[str]:
-    return ["rollouts-1"] if event["event"] == "server.allotted" and event.get("iteration") == 2 else []
+    return victims
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -70,7 +69,7 @@ def test_a_killed_server_changes_no_bit_with_batch_invariant_kernels(tmp_path: P
     job = separate(generation={"batchInvariant": True}, ppo={"lag": lag})
     outcome, _ = run_job(job, tmp_path / "alone")
     assert outcome.succeeded, outcome.reason
-    reaper = Once(tmp_path / "killed", begins)
+    reaper = Reaper(tmp_path / "killed", as_iteration_2_draws())
     outcome, told = run_job(job, tmp_path / "killed", reaper)
     assert outcome.succeeded, outcome.reason
     assert any("rollouts-1 died" in line for line in told), told

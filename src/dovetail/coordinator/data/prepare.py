@@ -97,23 +97,22 @@ class Made(Sequence[Arrays]):
 class Prepared:
     """The batches of every stage, which depend only on the step, and the folders of the job's models.
 
-    `sources` has the source of each model that has one in the manifest. A source is a folder with weights, or a
-    configuration for random weights. Steps and iterations count from 1. Methods raise DataError for a malformed record
-    of a table, and ValueError for a list that the job does not have."""
+    `run_dir` is the run's folder, which `prepare` has filled. `sources` has the source of each model that has one in
+    the manifest. A source is a folder with weights, or a configuration for random weights. Steps and iterations count
+    from 1. Methods raise DataError for a malformed record of a table, and ValueError for a list that the job does not
+    have."""
 
     def __init__(
         self,
         spec: RLHFJobSpec,
-        tokenizer_dir: Path,
-        actor_config_dir: Path,
+        run_dir: Path,
         sources: dict[str, Path | ScratchModel],
         tokenizer: Any,
         data: Collection,
         chat: ChatFormat,
     ) -> None:
         self.spec = spec
-        self.tokenizer_dir = tokenizer_dir
-        self.actor_config_dir = actor_config_dir
+        self.tokenizer_dir, self.actor_config_dir = _tokenizer_dir(run_dir), _actor_config_dir(run_dir)
         self.sources = sources
         self.tokenizer = tokenizer
         self.data = data
@@ -382,8 +381,7 @@ def prepare(
     hub = hub or Hub(spec.hub, run_dir)
     sources = model_sources(spec, base_dir, hub)
     hub.prove(lambda name: _trusts(spec, name))
-    tokenizer_dir = run_dir / "tokenizer"
-    config_dir = run_dir / "models" / "actor-config"
+    tokenizer_dir, config_dir = _tokenizer_dir(run_dir), _actor_config_dir(run_dir)
 
     def ready_for_rollouts(made: Callable[[], Any]) -> Any:
         """The tokenizer. Rollouts start as soon as it and the actor's configuration exist."""
@@ -416,19 +414,19 @@ def prepare(
     for name, folder in sources.items():
         if isinstance(folder, Path) and getattr(spec.models, name).source.hugging_face is not None:
             check_weights(folder, f"spec.models.{name}.source.huggingFace")
-    return Prepared(spec, tokenizer_dir, config_dir, sources, tokenizer, data, chat)
+    return Prepared(spec, run_dir, sources, tokenizer, data, chat)
 
 
 def prompts_of_run(spec: RLHFJobSpec, run_dir: Path, known: Mapping[str, Fingerprint]) -> Prepared:
     """What a run was given, to read its prompts again. It loads no model, and changes nothing but the cache of data
     sets. Raises DataError if the data is not there any more, or is not that of the fingerprints in `known`."""
-    folder = run_dir / "tokenizer"
+    folder = _tokenizer_dir(run_dir)
     tokenizer = tokenizers.load(folder, "spec.models.tokenizer", trust_remote_code=_trusts(spec, "actor"))
     # Without a tokenizer of its own, the run had none when it read the data.
     given = None if spec.models.tokenizer.train else tokenizer
     chat = chat_format(given, _date_of(folder))
     data = collect(spec, run_dir, run_dir / "cache" / "datasets", chat, known)
-    return Prepared(spec, folder, run_dir / "models" / "actor-config", {}, tokenizer, data, chat)
+    return Prepared(spec, run_dir, {}, tokenizer, data, chat)
 
 
 def own_model(
@@ -519,6 +517,14 @@ _DATE = "prepared.txt"
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(str(folder))
     (folder / _DATE).write_text(datetime.now().isoformat() + "\n")
+
+
+def _tokenizer_dir(run_dir: Path) -> Path:
+    return run_dir / "tokenizer"
+
+
+def _actor_config_dir(run_dir: Path) -> Path:
+    return run_dir / "models" / "actor-config"
 
 
 def _date_of(tokenizer_dir: Path) -> datetime | None:
