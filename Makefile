@@ -23,8 +23,8 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help docs install tools demo drill test test-fast test-nightly budgets same-bits lint format generate families requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-race bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-fleet report-performance bench-batches bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu test-gpu clean
-.PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images images-push release
+.PHONY: help docs install tools demo drill test test-fast test-nightly budgets same-bits lint format generate families requirements check-locks check-vllm bench-weights bench-e2e bench-race bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-scoring bench-coordinator bench-fleet report-performance bench-batches bench-operator bench-migration bench-papers bench-predict bench-gpu bench-gpu-wheels bench-memory-gpu test-gpu clean
+.PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages test-packages cluster-binaries images images-push release
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
@@ -68,7 +68,7 @@ test: lint tools $(KERNELS) ## The whole test suite
 	$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 
 test-fast: install tools $(KERNELS) ## Tests that start no vLLM servers or trainers, each within half a CPU second or so
-	$(PYTEST) -m "not slow and not nightly" -o testpaths=tests/unit $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not nightly" -o testpaths=tests/unit --hypothesis-profile=fast $(PYTEST_ARGS)
 
 test-nightly: lint tools $(KERNELS) ## The whole test suite, and the long drills in all their variants
 	@$(DEVCLUSTER) build --where-supported >/dev/null
@@ -124,9 +124,6 @@ DRILL_SECONDS ?= 600
 drill: install ## Freeze and kill a tiny job's processes at random; it must end with the same weights
 	PYTHONPATH=tests $(BIN)/python -m helpers.drill --seconds $(DRILL_SECONDS) $(DRILL_ARGS)
 
-bench-gae: install ## Advantage estimation against the plain recursion
-	$(BIN)/python benchmarks/bench_gae.py
-
 bench-weights: install ## Weight transfer against a raw broadcast
 	$(BIN)/python benchmarks/bench_weights.py
 
@@ -157,9 +154,6 @@ bench-spot: install ## Rollouts that come and go: goodput, tokens made twice, jo
 bench-async: install ## Iterations with and without a lag: real coordinator, emulated trainers and rollouts
 	$(BIN)/python benchmarks/bench_async.py
 
-bench-interstage-paper: install ## Inter-stage fusion on RLHFuse's settings, simulated
-	$(BIN)/python research/bench_interstage_paper.py
-
 bench-scoring: install ## Scoring several samples to a prompt, the prompt computed once
 	$(BIN)/python benchmarks/bench_scoring.py
 
@@ -185,7 +179,7 @@ DEVCLUSTER := $(PYTHON) hack/devcluster
 cluster: ## Bring up a Kubernetes cluster on this machine (hack/devcluster/README.md; needs root)
 	@$(DEVCLUSTER) up
 
-cluster-install: ## Install the chart on it, with images made from this checkout
+cluster-install: $(STAMP) cluster ## Bring it up, and install the chart on it, with images made from this checkout
 	@$(DEVCLUSTER) install
 
 cluster-kubeconfig: ## Print the path of its kubeconfig
@@ -199,6 +193,9 @@ cluster-down: ## End it and remove all of it
 
 cluster-packages: ## Install the Debian packages that it needs
 	@$(DEVCLUSTER) packages
+
+test-packages: ## The same, and what the tests need beside it: a browser and bubblewrap
+	@$(DEVCLUSTER) packages --tests
 
 cluster-binaries: ## Build all its programs into the cache
 	@$(DEVCLUSTER) build
@@ -220,12 +217,6 @@ RELEASE_ARGS ?=
 release: install ## Push them and the chart, signed with KEY=cosign.key, with a list of the packages in each (SBOM)
 	@test -n "$(REGISTRY)" -a -n "$(KEY)" || { echo "give REGISTRY and KEY, such as make release REGISTRY=registry.example.com/team KEY=cosign.key"; exit 2; }
 	@$(DEVCLUSTER) release $(REGISTRY) --key $(KEY) --requirements $(REQUIREMENTS) $(RELEASE_ARGS)
-
-bench-switch: install ## Switching a model's layout: bytes and time, and overlapped with the optimizer
-	$(BIN)/python benchmarks/bench_switch.py
-
-bench-placements: install ## The quickstart under every placement: the same result within noise
-	$(BIN)/python benchmarks/bench_placements.py
 
 bench-predict: install ## Iterations on this machine, predicted and measured
 	$(BIN)/python benchmarks/bench_predict.py

@@ -79,7 +79,7 @@ def parts(job: Job, ran: Ran, known: StageProfile, lag: int) -> list[Parts]:
     for lengths, prompts, size, rule in zip(made, ran.prompts, sizes, ran.rules, strict=True):
         threshold, roomy = (0, False) if lag else rule
         profiles = [known] * job.instances
-        stage = scan(lengths, prompts, profiles, [threshold], job.max_tokens, True, [roomy])[0]
+        stage = scan(lengths, prompts, profiles, [threshold], job.max_tokens, [roomy])[0]
         inference = stage.fused_seconds - stage.generation_end
         half = next(time for time, left in stage.tail if left <= len(lengths) / 2)
         found.append(

@@ -4,7 +4,7 @@
     python benchmarks/bench_interstage.py --real [--seeds 3] [--fractions ...]
 
 Without --real: the coordinator's own code and protocols over emulated instances that wait as long as a profile says:
-LLaMA-33B on eight H100 each (bench_interstage_paper.py), 16 samples an instance, at most 1024 tokens, lengths
+LLaMA-33B on eight H100 each, 16 samples an instance, at most 1024 tokens, lengths
 log-normal with the median an eighth of the longest, means over several draws of them. The simulator predicts from what
 the coordinator has measured until then, as in a job that has begun with two iterations of other lengths. Reference,
 reward and critic take a given share of the serial stage. Scorers look at unfinished samples too; with --whole they do
@@ -40,18 +40,42 @@ from dovetail.fusion.profile import StageProfile
 from dovetail.fusion.stage import StagePrediction, scan
 from dovetail.protocol.budgets import RESPONSE_BLOCK
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "research"))
-from bench_interstage_paper import MODELS, profile
-
 PROMPT, MAX_TOKENS, SAMPLES = 128, 1024, 16
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 LEARNT = 5
+# Eight H100-80GB-SXM (data sheet): bfloat16, memory bytes/s, bytes/s of a GPU's network card, bytes for KV caches.
+TP, FLOPS, BANDWIDTH, NETWORK, KV_MEMORY = 8, 989e12, 3.35e12, 25e9, 0.4 * 80e9 * 8
+# Assumed: the share of the peak that a forward pass and a decode step reach, and a layer's fixed cost in a decode step
+# (two all-reduces and the launches of a dozen kernels).
+FORWARD_EFFICIENCY, DECODE_EFFICIENCY, LAYER_SECONDS = 0.5, 0.6, 25e-6
+# LLaMA-33B: layers, hidden size, and parameters with three matrices of 2.7 times the hidden size and two embeddings.
+LAYERS, HIDDEN = 60, 6656
+PARAMETERS = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * 26624 * 0.675) + 64_000 * HIDDEN
+KV_BYTES = 2 * 2 * LAYERS * HIDDEN
+
+
+def profile(context: float) -> StageProfile:
+    """LLaMA-33B as all models, at the mean length `context` in tokens."""
+
+    def step(batch: int) -> float:
+        memory = (2 * PARAMETERS + batch * context * KV_BYTES) / (TP * BANDWIDTH * DECODE_EFFICIENCY)
+        compute = 2 * PARAMETERS * batch / (TP * FLOPS * FORWARD_EFFICIENCY)
+        return max(memory, compute) + LAYERS * LAYER_SECONDS
+
+    token = 2 / (TP * FLOPS * FORWARD_EFFICIENCY)
+    return StageProfile(
+        decode=tuple((b, step(b)) for b in (1, 16, 64, 128, 192, 256, 512)),
+        prefill_seconds_per_token=token * PARAMETERS,
+        inference_seconds_per_token=token * (PARAMETERS + 2 * PARAMETERS),
+        max_samples=512,
+        kv_tokens=int(KV_MEMORY / KV_BYTES),
+        kv_transfer_seconds_per_token=KV_BYTES / (TP * NETWORK),
+    )
 
 
 def device(share: float, slow: float, lengths: Sequence[int], count: int) -> StageProfile:
     """LLaMA-33B on eight H100, `slow` times slower, inference scaled to `share` of the serial stage."""
-    model = MODELS["33B"]
-    fast = profile(model, model, PROMPT + float(np.mean(lengths)) / 2)
+    fast = profile(PROMPT + float(np.mean(lengths)) / 2)
     found = replace(
         fast,
         decode=tuple((batch, slow * seconds) for batch, seconds in fast.decode),

@@ -92,7 +92,7 @@ def write_job(run_dir: Path, hidden: int, layers: int) -> Any:
     config.save_pretrained(run_dir / "models" / "actor-config")
     backend = ["--weight-transfer-config", '{"backend": "bench"}']
     job = {
-        "apiVersion": "dovetail.dev/v1alpha1",
+        "apiVersion": "dovetail.dev/v1beta1",
         "kind": "RLHFJob",
         "metadata": {"name": "bench"},
         "spec": {

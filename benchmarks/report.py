@@ -180,17 +180,6 @@ SECTIONS = {
             "rise of memory, MB": ("peak_mb", ".0f"),
         },
     ),
-    "gae": Section(
-        "benchmarks/bench_gae.py",
-        {
-            "algorithm": ("algorithm", ""),
-            "shape": ("shape", ""),
-            "ours": ("ours_ms", ".1f"),
-            "plain": ("plain_ms", ".1f"),
-            "plain / ours": ("ratio", ".1f"),
-            "largest difference": ("max_error", ".0e"),
-        },
-    ),
     "scoring": Section(
         "benchmarks/bench_scoring.py",
         {

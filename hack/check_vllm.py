@@ -24,8 +24,9 @@ from pathlib import Path
 import httpx
 from check_locks import RemoteFile, wheels_of
 
+from dovetail.protocol.process.extras import VLLM_DISTRIBUTIONS
 from dovetail.rollout import compat
-from dovetail.rollout.versions import DISTRIBUTIONS, supported
+from dovetail.rollout.versions import supported
 
 PLUGINS = Path(compat.__file__).parent
 # vLLM lists the arguments of its server in these modules.
@@ -185,7 +186,7 @@ def differences(version: str, client: httpx.Client, expected: dict[str, str]) ->
     """One sentence for each difference. Raises OSError, zipfile.BadZipFile and subprocess.CalledProcessError."""
     with tempfile.TemporaryDirectory() as folder:
         lock = Path(folder) / "vllm.txt"
-        lock.write_text(f"{DISTRIBUTIONS[0]}=={version}\n", encoding="utf-8")
+        lock.write_text(f"{VLLM_DISTRIBUTIONS[0]}=={version}\n", encoding="utf-8")
         (wheel,) = wheels_of(lock).values()
     with zipfile.ZipFile(RemoteFile(client, wheel["url"], wheel["size"])) as archive:
         found = surface(in_wheel(archive))

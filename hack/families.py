@@ -63,10 +63,17 @@ INNER = ("intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_expert
 INNER += ("shared_intermediate_size",)
 # Model types that pass with transformers' default fields, but that nobody can use.
 NOT_WANTED = {
+    "diffllama": "each layer has two attentions, which vLLM cannot serve",
+    "minicpm3": "vLLM caches whole keys and values of it, where the planner counts latent ones",
+    "olmo_hybrid": "its files hold a convolution in three parts, which stages do not join",
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text"),
+        "heads of some layers have another width, and small models give each layer an embedding of its own",
+    ),
+    "llama4_text": "its attention goes over chunks, and in transformers each expert computes every token",
+    "phimoe": "its routers draw experts at random while they train, so two passes over the same tokens differ",
     "phi": "vLLM loses the bias of its head when new weights arrive",
     "deepseek_v2": "the small published models have no q_lora_rank, and the large ones need expert parallelism",
-    "granitemoeshared": "shared_intermediate_size adds a layer that Dovetail does not know yet",
-    "mellum": "its published models have windows in some layers, and transformers' default has none",
 }
 
 
@@ -83,7 +90,7 @@ def _kept(config: Any, family: ModelFamily, layers: Layers) -> dict[str, tuple[i
     with linear attention."""
     dense = layers == "dense"
     free = not family.latent and _heads_are_free(config, family)
-    shapes = SHAPES + FREE_HEADS * free
+    shapes = SHAPES + (FREE_HEADS if free else [{"num_attention_heads": 8, "num_key_value_heads": 4}])
     if family.latent:
         heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
         shapes = [{}, {"inner": 320}, {"hidden_size": 160}, heads]
@@ -94,7 +101,14 @@ def _kept(config: Any, family: ModelFamily, layers: Layers) -> dict[str, tuple[i
             {"linear_num_value_heads": 8, **each}
             for each in ({"linear_key_head_dim": 48}, {"linear_value_head_dim": 72}, {"linear_num_key_heads": 4})
         ]
-    shapes += EXPERTS * (family.experts is not None and not dense)
+    free_choice = True
+    if family.experts is not None and not dense:
+        both = (_fields(config, family, BASE | chosen, free, layers) for chosen in ({}, {"chosen": 4}))
+        few, more = (_kept_bytes(fields, torch.float32) for fields in both)
+        free_choice = more > few  # some routers always choose two
+        shapes += [shape for shape in EXPERTS if free_choice or "chosen" not in shape]
+    if "shared_intermediate_size" in family.sums:
+        shapes += [{"shared_intermediate_size": 320}]
     widths, found = [], []
     for changes in shapes:
         fields = _fields(config, family, BASE | changes, free, layers)
@@ -106,11 +120,12 @@ def _kept(config: Any, family: ModelFamily, layers: Layers) -> dict[str, tuple[i
     given = (
         {}
         if free or family.latent or layers == "linear"
-        else {"queries": (0, 2), "keys": (0, 2), "heads": (1, 0), "key_heads": (0, 0), "head": (0, 0)}
+        else {"queries": (0, 2), "keys": (0, 2), "heads": (1, 0), "key_heads": (0, 0)}
     )
     for name, (single, own) in given.items():
         bytes_ -= table[name][:, None] * torch.tensor([4 * (single + own), 4 * single + 2 * own])
-    rest = {name: column for name, column in table.items() if name not in given}
+    fixed = () if free_choice else ("chosen", "chosen_hidden")
+    rest = {name: column for name, column in table.items() if name not in given and name not in fixed}
     columns = torch.stack(list(rest.values()), 1)
     in_single, in_half = torch.linalg.lstsq(columns, bytes_).solution.unbind(1)
     own = ((in_single - in_half) / 2).round()
@@ -135,8 +150,11 @@ def _fields(
         sizes = LATENT | sizes | {"num_key_value_heads": sizes["num_attention_heads"]}
     some = {} if family.experts is None else dict.fromkeys(family.experts.count, sizes["experts"])
     some |= {} if family.experts is None else {family.experts.chosen: sizes["chosen"], "n_group": 1, "topk_group": 1}
-    small = resized(config, 3, **sizes, **inner, **some, word_embed_proj_dim=sizes["hidden_size"], pad_token_id=0)
+    small = resized(config, 3, **{**inner, **sizes}, **some, word_embed_proj_dim=sizes["hidden_size"], pad_token_id=0)
+    filling = sizes["hidden_size"] // sizes["num_attention_heads"]
     found = {**small.to_dict(), "model_type": family.name} | ({"head_dim": sizes["head_dim"]} if free else {})
+    if not free and not family.latent and found.get("head_dim"):
+        found["head_dim"] = filling
     first = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
     pattern = dict.fromkeys(first, 3 * dense) | {"mlp_layer_types": ["dense" if dense else "sparse"] * 3}
     pattern |= {"layer_types": [kind] * 3} if family.vectors else {}
@@ -147,7 +165,8 @@ def _heads_are_free(config: Any, family: ModelFamily) -> bool:
     """Whether the width of a head may differ from hidden / heads. Some configuration classes do not name the field."""
     fields = _fields(config, family, BASE, True)
     whole = whole_model(type(config).from_dict(fields))
-    return sum(p.numel() for p in whole.parameters()) == ModelShape.of(fields).parameters()
+    fills = any(part.inputs == part.outputs == "hidden" for part in family.linears)
+    return not fills and sum(p.numel() for p in whole.parameters()) == ModelShape.of(fields).parameters()
 
 
 def _widths(fields: dict[str, Any], layers: Layers) -> dict[str, float]:
@@ -159,6 +178,8 @@ def _widths(fields: dict[str, Any], layers: Layers) -> dict[str, float]:
     elif MODEL_FAMILIES[shape.family].latent:
         found |= {"heads": shape.heads, **dict(shape.sums)}
     else:
+        sums = () if MODEL_FAMILIES[shape.family].vectors else shape.sums
+        found |= {name: width for name, width in sums if "+" not in name}
         found |= {"queries": shape.queries, "keys": shape.keys, "head": shape.head_dim}
         found |= {"heads": shape.heads, "key_heads": shape.kv_heads}
     if layers == "dense":
@@ -206,7 +227,8 @@ def judge(kind: str, scratch: Path) -> ModelFamily | str:
     try:
         config = usual_config(kind)
         if (why := foreign(config.to_dict())) is not None:
-            return why
+            inner = getattr(config.get_text_config(), "model_type", kind)
+            return f"of its folders the language model is trained, as `{inner}`" if inner in MODEL_FAMILIES else why
         family = derive_family(config)
         with known(family):
             family = measured(config, family)

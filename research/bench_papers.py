@@ -1,8 +1,9 @@
-"""APP, PUZZLE and RLHFuse in the simulator, each on its own cluster, models and settings, beside what it published.
+"""APP, PUZZLE, RLHFuse and NeMo-RL in the simulator, each on its own cluster, models and settings, beside what it
+published.
 
 One set of constants serves all (docs/planner.md, Time): nothing is fitted to a paper. Baselines do what their paper
-says they do (research/papers/). PAPERS: which of app, puzzle and rlhfuse (all). PLAN=0 leaves our own plans out;
-STRATEGY: how these are chosen (prior, grid, similar; default: search)."""
+says they do (research/papers/). PAPERS: which of app, puzzle, rlhfuse and nemo_rl (all). PLAN=0 leaves our own plans
+out."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ import time
 from collections.abc import Iterator
 from statistics import median
 
-from papers import app, planner, puzzle, rlhfuse
+from papers import app, nemo_rl, planner, puzzle, rlhfuse
 from papers.common import Section
 
 from dovetail.planner import seconds
 
-PAPERS = {"app": app.sections, "puzzle": puzzle.sections, "rlhfuse": rlhfuse.sections}
+PAPERS = {"app": app.sections, "puzzle": puzzle.sections, "rlhfuse": rlhfuse.sections, "nemo_rl": nemo_rl.sections}
 # A plan this much slower than the best published strategy, in the same model, is worse.
 WORSE = 1.005
 
@@ -46,7 +47,6 @@ def main() -> None:
     chosen = os.environ.get("PAPERS", ",".join(PAPERS)).split(",")
     if os.environ.get("PLAN", "1") == "0":
         planner.SEARCH = False
-    planner.STRATEGY = os.environ.get("STRATEGY", "search")  # type: ignore[assignment]
     constants = {
         name: value for name, value in vars(seconds).items() if name.isupper() and isinstance(value, float | int)
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from helpers import forked_workers
 
 # An example's wall-clock time says more about the machine's load than about the code.
 settings.register_profile("dovetail", deadline=None)
+settings.register_profile("fast", deadline=None, max_examples=25)  # of `make test-fast`
 settings.load_profile("dovetail")
 
 # Of tests/cluster, those that run on the three nodes, and those that begin clusters of their own. The others need API
@@ -110,16 +112,24 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     yield
-    if item.get_closest_marker("slow") is None:
-        item.user_properties.append(("cpu_seconds", cpu_seconds() - item.stash[BEGAN]))
+    speed = "fast" if item.get_closest_marker("slow") is None else "slow"
+    item.user_properties.append((speed, cpu_seconds() - item.stash[BEGAN]))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The fast tests that are not fast. Time of the CPU depends less on what else the machine does than the clock's."""
+    """The dearest files, and the fast tests that are not fast. Time of the CPU depends less on what else the machine
+    does than the clock's."""
     reports = [report for each in terminalreporter.stats.values() for report in each if hasattr(report, "when")]
-    ends = [report for report in reports if report.when == "teardown"]
-    taken = [(dict(report.user_properties).get("cpu_seconds", 0.0), report.nodeid) for report in ends]
-    long = sorted((each for each in taken if each[0] > FAST_CPU_SECONDS), reverse=True)
+    ends = [(report.nodeid, dict(report.user_properties)) for report in reports if report.when == "teardown"]
+    files = Counter[str]()
+    for name, taken in ends:
+        files[name.partition("::")[0]] += sum(taken.get(speed, 0.0) for speed in ("fast", "slow"))
+    if len(files) > 1:
+        terminalreporter.section(f"{files.total():.0f} CPU seconds, of which")
+        terminalreporter.write("".join(f"{seconds:6.1f} {name}\n" for name, seconds in files.most_common(20)))
+    long = sorted(
+        ((taken["fast"], name) for name, taken in ends if taken.get("fast", 0.0) > FAST_CPU_SECONDS), reverse=True
+    )
     if long:
         terminalreporter.section(f"more than {FAST_CPU_SECONDS:.0f} CPU second without the mark slow")
         terminalreporter.write("".join(f"{seconds:6.1f} {name}\n" for seconds, name in long))
@@ -138,7 +148,7 @@ PROVED: dict[str, Any] = {}
 
 @pytest.fixture
 def proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`dovetail validate --deep` proves a model in processes that import torch, for 18 CPU seconds. A worker proves
+    """`dovetail validate --deep` proves a model in processes of its own, for some CPU seconds. A worker proves
     models of equal configurations once."""
     from dovetail.tools import model_check
 

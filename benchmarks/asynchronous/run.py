@@ -27,7 +27,7 @@ from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.sampling import sample_seed
 
 MANIFEST = """
-apiVersion: dovetail.dev/v1alpha1
+apiVersion: dovetail.dev/v1beta1
 kind: RLHFJob
 metadata: {name: bench-async}
 spec:

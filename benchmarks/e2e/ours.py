@@ -66,7 +66,7 @@ def manifest(folder: Folder, settings: Settings, trainers: int = 2, rollouts: in
         "failurePolicy": {"peerTimeoutSeconds": 300},
     }
     return RLHFJob.model_validate(
-        {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "bench"}, "spec": spec}
+        {"apiVersion": "dovetail.dev/v1beta1", "kind": "RLHFJob", "metadata": {"name": "bench"}, "spec": spec}
     )
 
 

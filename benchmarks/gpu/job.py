@@ -60,7 +60,7 @@ def run(scale: Scale, report: Report) -> None:
 
 def _job(product: str) -> dict[str, Any]:
     return {
-        "apiVersion": "dovetail.dev/v1alpha1",
+        "apiVersion": "dovetail.dev/v1beta1",
         "kind": "RLHFJob",
         "metadata": {"name": "bench"},
         "spec": {

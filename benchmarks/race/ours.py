@@ -63,7 +63,7 @@ def manifest(base: Path, settings: dict[str, Any], seed: int, optimizer: dict[st
         "failurePolicy": {"peerTimeoutSeconds": 900},
     }
     return RLHFJob.model_validate(
-        {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "race"}, "spec": spec}
+        {"apiVersion": "dovetail.dev/v1beta1", "kind": "RLHFJob", "metadata": {"name": "race"}, "spec": spec}
     )
 
 

@@ -1,4 +1,4 @@
-"""Our own plan for a paper's setting: the search, or a paper's strategy, on our own software."""
+"""Our own plan for a paper's setting."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from dovetail.planner.inventory import Inventory
 from dovetail.planner.placements import effort
 from dovetail.planner.seconds import GPUCosts
 from dovetail.planner.workload import Workload
-from papers.free_placements import FreeLimits
-from papers.strategies import Strategy, choose
+from papers.free_placements import FreeLimits, FreeSearch
 
 SEARCH = True
-STRATEGY: Strategy = "search"
 
 
 @cache
@@ -20,5 +18,5 @@ def planned(work: Workload, inventory: Inventory) -> float | None:
     """Seconds of an iteration; None: nothing fits."""
     if not SEARCH:
         return None
-    found = choose(STRATEGY, FreeLimits(), GPUCosts(work, inventory), effort(inventory)).best
+    found = FreeSearch(FreeLimits(), GPUCosts(work, inventory), effort(inventory)).run().best
     return None if found is None else found.seconds

@@ -21,7 +21,6 @@ from papers.common import Figure, Measured, Section, best, tensor_parallel
 from papers.common import llama as usual
 from papers.deepspeed import SYSTEM as DEEPSPEED
 from papers.deepspeed import Config
-from papers.layouts import ranks_of
 from papers.planner import planned
 from papers.routing import RankGrid, Tensor, route
 from papers.system import System, SystemCosts
@@ -148,6 +147,11 @@ def compared(setting: str, cluster: str) -> Compared | None:
     )
     base = search(iter([(only, only)]), "Serial")
     return Compared(puzzle, serial, base, generation, next((z for z in zero if z), None))
+
+
+def ranks_of(share: Share) -> RankGrid:
+    """A share's layout, over its pool's GPUs as ranks."""
+    return RankGrid(pp=share.pp, tp=share.tp, dp=share.dp, first=share.first, sharded=share.fsdp == 3)
 
 
 def switching(setting: str, cluster: str, found: Compared) -> tuple[float, float]:

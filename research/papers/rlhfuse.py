@@ -27,7 +27,7 @@ INVENTORY = Inventory((Pool("h100", H100, GPUS // 8, 8, NETWORK),))
 SETTINGS = ("13B/33B", "33B/13B", "33B/65B", "65B/33B")
 TOKENS = (512, 1024, 2048)
 BATCH, MINI, DEEPSPEED_MINI = 512, 64, 256
-PROMPT = Lengths.fixed(144)  # bench_interstage_paper.py draws 32 to 256
+PROMPT = Lengths.fixed(144)  # the mean of HH-RLHF's 32 to 256
 THRESHOLDS = tuple(k / 100 for k in range(5, 100, 5))
 # Speed-up of RLHFuse over each: least and most published.
 PUBLISHED = {"DeepSpeed-Chat": (None, 3.7), "ReaLHF": (1.4, 2.4), "RLHFuse-Base": (1.2, 1.4)}
@@ -179,8 +179,7 @@ def sections() -> Iterator[Section]:
         section.figures.append(Figure(name, "most", most, max(gains[name])))
     yield section
     other.notes.append(
-        f"best threshold: {min(thresholds):.0%} to {max(thresholds):.0%} of the batch (paper: about {THRESHOLD:.0%}); "
-        "see bench-interstage-paper"
+        f"best threshold: {min(thresholds):.0%} to {max(thresholds):.0%} of the batch (paper: about {THRESHOLD:.0%})"
     )
     other.notes.append(
         f"transfers and swaps: at most {max(rest):.1%} of an iteration (paper: less than {MOST_OTHER:.0%})"

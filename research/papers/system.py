@@ -74,7 +74,7 @@ class SystemCosts(GPUCosts):
     def generated(self, shares: Sequence[tuple[Share, int]], migration: float | None) -> GenerationTimes:
         if self._system.continuous:
             return super().generated(shares, migration)
-        each, work = [self.servers(share, room) for share, room in shares], self.work
+        each, work = [self.servers("generation", share, room) for share, room in shares], self.work
         dealt = zip(each, deal(each, work.batch), strict=True)
         end = max(_static(s, n, work.prompt, work.response) for s, n in dealt)
         count = sum(s.count for s in each)

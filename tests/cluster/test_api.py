@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, wait_for
 from helpers.fake_kube import ServerThread
 from helpers.free_ports import free_port
-from helpers.operator_process import RBAC, kubeconfig
+from helpers.operator_process import SYSTEM, install, kubeconfig
+from helpers.patience import PATIENCE
 from helpers.rlhfjobs import install_crd, mark_planned
 
-LAB, OTHER, SYSTEM = "api-lab", "api-other", "dovetail-system"
+LAB, OTHER = "api-lab", "api-other"
+EVERYTHING = "/api/v1/rlhfjobs"
 TOKEN = "the-jobs-own"
 
 
@@ -53,13 +56,10 @@ class Coordinator:
 
 @pytest.fixture(scope="module")
 def server(api_server: KubeCluster) -> KubeCluster:
+    spaces = [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": n}} for n in (LAB, OTHER)]
+    api_server.apply(*spaces)
     install_crd(api_server)
-    values = ("--set-json", f"namespaces={json.dumps([LAB, OTHER])}", "--set", "rbac.userRoles=false")
-    text = api_server.helm("template", "dovetail", str(CHART), "-n", SYSTEM, *values)
-    wanted = [thing for thing in yaml.safe_load_all(text) if thing and thing["kind"] in RBAC]
-    spaces = [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": n}} for n in (LAB, OTHER, SYSTEM)]
-    items = json.dumps({"apiVersion": "v1", "kind": "List", "items": [*spaces, *wanted]})
-    api_server.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=items)
+    install(api_server, [LAB, OTHER], "rbac.userRoles=false")
     return api_server
 
 
@@ -115,28 +115,25 @@ def job(server: KubeCluster) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def api(
-    server: KubeCluster, coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[httpx.Client]:
-    """The process of the chart's Deployment, with its ServiceAccount's token."""
-    folder = tmp_path_factory.mktemp("api")
+@contextmanager
+def serving(config: Path, coordinator: Coordinator, namespaces: str) -> Iterator[httpx.Client]:
+    """The process of the chart's Deployment, with a ServiceAccount's kubeconfig. `namespaces`: "" means all."""
     port = free_port()
     environ = os.environ | {
-        "KUBECONFIG": str(kubeconfig(server, folder, "dovetail-api")),
+        "KUBECONFIG": str(config),
         "DOVETAIL_API_HOST": "127.0.0.1",
         "DOVETAIL_API_PORT": str(port),
-        "DOVETAIL_API_NAMESPACES": f"{LAB},{OTHER}",
+        "DOVETAIL_API_NAMESPACES": namespaces,
         "DOVETAIL_API_COORDINATOR_URL": coordinator.server.url,
         "DOVETAIL_API_POLL_SECONDS": "0.1",
         "DOVETAIL_API_AUTH_CACHE_SECONDS": "0.5",
     }
-    log = (folder / "api.log").open("wb")
+    log = config.with_suffix(".log").open("wb")
     process = subprocess.Popen([sys.executable, "-m", "dovetail.statusapi"], env=environ, stdout=log, stderr=log)
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE)
 
     def ready() -> bool:
-        assert process.poll() is None, (folder / "api.log").read_text()
+        assert process.poll() is None, config.with_suffix(".log").read_text()
         try:
             return client.get("/readyz").status_code == 200
         except httpx.TransportError:
@@ -146,13 +143,39 @@ def api(
         wait_for("the API", ready)
         yield client
         process.terminate()
-        assert process.wait(240) in (0, -15)
+        assert process.wait(PATIENCE) in (0, -15)
     finally:
         if process.poll() is None:
             process.kill()
-            process.wait(240)
+            process.wait(PATIENCE)
         client.close()
         log.close()
+
+
+@pytest.fixture(scope="module")
+def api(
+    server: KubeCluster, coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    """Of a release for two namespaces."""
+    config = kubeconfig(server, tmp_path_factory.mktemp("api"), "dovetail-api")
+    with serving(config, coordinator, f"{LAB},{OTHER}") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def everywhere(
+    server: KubeCluster, coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    """Of a release for all namespaces."""
+    system = "dovetail-everywhere"
+    install(server, [], "rbac.userRoles=false", name="wide", system=system)
+    config = kubeconfig(server, tmp_path_factory.mktemp("everywhere"), "wide-dovetail-api", system)
+    try:
+        with serving(config, coordinator, "") as client:
+            yield client
+    finally:
+        server.kubectl("delete", "clusterrole,clusterrolebinding", "-l", "app.kubernetes.io/instance=wide")
+        server.kubectl("delete", "lease", "-n", "default", "-l", "app.kubernetes.io/instance=wide")
 
 
 @pytest.fixture(scope="module")
@@ -244,6 +267,60 @@ def test_rights_are_those_of_rbac(server, api, job, token):
     assert api.get(path(OTHER), headers=reader).status_code == 403, "the same name in another namespace"
     assert api.get(path(OTHER, name), headers=reader).status_code == 403
     assert api.get(path(LAB, "nope"), headers=reader).status_code == 404
+
+
+def test_all_namespaces_are_for_whoever_may_list_them(server, api, everywhere, job, token):
+    name, reader = job["metadata"]["name"], token("reader")
+    wait_for("the right", lambda: everywhere.get(path(LAB), headers=reader).status_code == 200)
+    refused = everywhere.get(EVERYTHING, headers=reader)
+    assert refused.status_code == 403
+    assert refused.json()["detail"].endswith("may not list rlhfjobs.dovetail.dev in all namespaces")
+    server.kubectl("create", "clusterrole", "all-jobs", "--verb=list", "--resource=rlhfjobs.dovetail.dev")
+    words = ("--clusterrole=all-jobs", f"--serviceaccount={LAB}:some-reader")
+    server.kubectl("create", "clusterrolebinding", "all-jobs", *words)
+    try:
+        wait_for("the right", lambda: everywhere.get(EVERYTHING, headers=reader).status_code == 200)
+        items = everywhere.get(EVERYTHING, headers=reader).json()["items"]
+        assert {(LAB, name), (OTHER, name)} <= {(item["namespace"], item["name"]) for item in items}
+        assert everywhere.get(path(OTHER, name), headers=reader).status_code == 403, "to list is not to get"
+        hidden = api.get(EVERYTHING, headers=reader)
+        assert (hidden.status_code, hidden.json()["detail"]) == (404, "jobs in all namespaces are not shown here")
+    finally:
+        server.kubectl("delete", "clusterrolebinding/all-jobs", "clusterrole/all-jobs")
+
+
+def count(server: KubeCluster, metric: str, verb: str) -> float:
+    """A metric of the API server about RLHFJobs."""
+    lines = server.kubectl("get", "--raw", "/metrics").splitlines()
+    mine = [line for line in lines if line.startswith(metric + "{") and f'verb="{verb}"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in mine if 'resource="rlhfjobs"' in line)
+
+
+def test_all_streams_of_a_job_share_one_watch(server, everywhere, job, token):
+    """What the API server is asked does not grow with streams, nor with time."""
+    name, headers = job["metadata"]["name"], token("reader", name="follower")
+    wait_for("the right", lambda: everywhere.get(path(LAB, name), headers=headers).status_code == 200)
+    watches = count(server, "apiserver_longrunning_requests", "WATCH")
+    with ExitStack() as stack:
+        streams = []
+        for _ in range(5):
+            reply = stack.enter_context(everywhere.stream("GET", path(LAB, name, "events"), headers=headers))
+            streams.append(reply.iter_lines())
+            until(streams[-1], '"state":"Planned"')
+        wait_for("one watch", lambda: count(server, "apiserver_longrunning_requests", "WATCH") == watches + 1)
+        asked = count(server, "apiserver_request_total", "GET")
+        status = {"status": {"iteration": 7}}
+        words = ("rlhfjob", name, "-n", LAB, "--subresource=status", "--type=merge", "-p", json.dumps(status))
+        server.kubectl("patch", *words)
+        for lines in streams:
+            until(lines, '"iteration":7')
+        assert count(server, "apiserver_request_total", "GET") <= asked + 2, "kubectl's own"
+
+
+def until(lines: Iterator[str], text: str) -> None:
+    """Reads a stream up to the line that has this text."""
+    while text not in next(lines):
+        pass
 
 
 def test_a_right_that_is_taken_away_ends_within_the_cache_time_streams_too(server, api, job, token):

@@ -15,6 +15,7 @@ from devcluster import binaries
 from helpers.cluster import KubeCluster, external, wait_for
 from helpers.gang_jobs import node, placed, pods, prepare, submit
 from helpers.operator_process import established, install, kubeconfig, operator
+from helpers.patience import PATIENCE
 from helpers.rlhfjobs import condition
 
 pytestmark = [
@@ -52,7 +53,7 @@ def scheduler(cluster: KubeCluster, folder: Path) -> Iterator[None]:
         assert process.poll() is None, log.read_text()[-3000:]
     finally:
         process.terminate()
-        process.wait(240)
+        process.wait(PATIENCE)
 
 
 def test_coscheduling_places_a_gang_as_a_whole_or_not_at_all(gang_server: KubeCluster, tmp_path: Path) -> None:

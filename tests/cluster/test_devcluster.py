@@ -17,6 +17,7 @@ from devcluster.supervisor import Supervisor
 
 from helpers import cluster as helper
 from helpers.cluster import KubeCluster, own_name, wait_for
+from helpers.patience import PATIENCE
 
 BUSYBOX = "dovetail-dev/busybox:dev"
 PRODUCTS = {"a100": "NVIDIA-A100-SXM4-80GB", "v100": "Tesla-V100-SXM2-32GB", "a10": "NVIDIA-A10"}
@@ -116,7 +117,7 @@ def test_pods_of_unlike_nodes_reach_each_other_by_service_name_and_by_pod_name(
         assert log_of(cluster, namespace, client).splitlines() == ["hello from server"] * 3
     service_address = cluster.get("--namespace", namespace, "service", "web")["spec"]["clusterIP"]
     for url in (f"http://{address}:8080", f"http://{service_address}"):
-        with urllib.request.urlopen(url, timeout=120) as reply:
+        with urllib.request.urlopen(url, timeout=PATIENCE) as reply:
             assert reply.read() == b"hello from server\n", "this machine reaches pods and services"
 
 

@@ -5,14 +5,19 @@ It goes on after each, nothing restarts that did not fail, and in the end each s
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sqlite3
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
+from devcluster.settings import NODES, find
 
 from dovetail.operator.cluster.leader import LEASE
 from dovetail.pod.main import STEADY_SECONDS
@@ -69,11 +74,16 @@ def delete_pod(group: str, job: ClusterJob) -> set[str]:
 
 
 def drain_trainer(job: ClusterJob) -> set[str]:
-    """Before its pod ends, its steps are in a checkpoint. No other one is due."""
+    """Before its pod ends, its steps are in a checkpoint. No other one is due. With a lag the trainers may need an
+    older version of the weights, and then they start from an older checkpoint."""
     done, loads = job.iteration(), len(events(job.run_dir(), "trainers.load"))
     groups = delete_pod("a100", job)
     new = job.wait_for("a load", lambda: events(job.run_dir(), "trainers.load")[loads:], RECOVERY_SECONDS)
-    assert new[0]["checkpoint_step"] >= done
+    saved = events(job.run_dir(), "checkpoint.saved")[-1]
+    assert saved["step"] >= done
+    assert saved["time"] < new[0]["time"]
+    if not job.document()["spec"]["ppo"]["lag"]:
+        assert new[0]["checkpoint_step"] == saved["step"]
     return groups
 
 
@@ -155,6 +165,54 @@ def delete_node(job: ClusterJob) -> set[str]:
     told = job.wait_for("the disruption", lambda: disrupted(job), RECOVERY_SECONDS)
     assert told["reason"] == "DeletionByPodGC"
     job.cluster.devcluster("restart", f"kubelet-{group}")
+    return {group}
+
+
+@contextmanager
+def kubelet_keeps(free: str, of: str, job: ClusterJob) -> Iterator[str]:
+    """While a node's kubelet is to keep so much free, and evicts pods where less is. Not as a hard limit, which it
+    would take off what the node offers. The group on the node is yielded when the kubelet knows its pod."""
+    cluster = find(str(job.cluster.name))
+    assert cluster is not None
+    pods = job.pods()
+    group = "v100" if pods["coordinator"]["spec"]["nodeName"] != "v100" else "a10"
+    folder = cluster.node_state(next(node for node in NODES if node.name == group))
+    before = (folder / "kubelet.json").read_text()
+    soft = {"evictionSoft": {of: free}, "evictionSoftGracePeriod": {of: "1s"}}
+    changed = json.loads(before) | soft | {"evictionMaxPodGracePeriod": GRACE_SECONDS}
+    known, name = f"/api/v1/nodes/{group}/proxy/pods", pods[group]["metadata"]["name"]
+    try:
+        (folder / "kubelet.json").write_text(json.dumps(changed))
+        job.cluster.devcluster("restart", f"kubelet-{group}")
+        wait_for("the kubelet", lambda: name in job.cluster.try_kubectl("get", "--raw", known).stdout)
+        yield group
+    finally:
+        (folder / "kubelet.json").write_text(before)
+        job.cluster.devcluster("restart", f"kubelet-{group}")
+
+
+def lack(resource: str, job: ClusterJob) -> None:
+    told = job.wait_for("the disruption", lambda: disrupted(job), RECOVERY_SECONDS)
+    assert told["reason"] == "TerminationByKubelet"
+    assert f"low on resource: {resource}" in told["message"]
+
+
+def run_out_of_memory(job: ClusterJob) -> set[str]:
+    """More is to be free than can be."""
+    with kubelet_keeps("99.9%", "memory.available", job) as group:
+        lack("memory", job)
+    return {group}
+
+
+def fill_disk(job: ClusterJob) -> set[str]:
+    """A kubelet that finds its disk full when it starts would not take the pods that it has."""
+    folder = job.run_dir()
+    with (
+        kubelet_keeps(str(shutil.disk_usage(folder).free - (3 << 30)), "nodefs.available", job) as group,
+        tempfile.TemporaryFile(dir=folder) as full,
+    ):
+        os.posix_fallocate(full.fileno(), 0, 6 << 30)
+        lack("ephemeral-storage", job)
     return {group}
 
 
@@ -260,6 +318,8 @@ FAULTS: dict[str, Callable[[ClusterJob], set[str]]] = {
     "node deleted": delete_node,
     "pool upgraded": upgrade_pool,
     "node taken and given back": take_node,
+    "node low on memory": run_out_of_memory,
+    "node low on disk": fill_disk,
     "API server restarted": restart_api_server,
     "trainer killed": partial(kill_process, "a100", "dovetail.trainer.main"),
     "etcd stopped": stop_etcd,

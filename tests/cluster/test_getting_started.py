@@ -29,6 +29,7 @@ from helpers.cluster import REPOSITORY, KubeCluster, external, running, wait_for
 from helpers.earlier_chart import earlier_chart
 from helpers.fake_hub import FakeHub, folder_files
 from helpers.free_ports import free_port
+from helpers.patience import PATIENCE
 from helpers.tiny_qwen import save_tiny_qwen
 
 pytestmark = [
@@ -77,7 +78,7 @@ def registry(host: str, folder: Path) -> Iterator[str]:
         yield address
     finally:
         process.terminate()
-        process.wait(240)
+        process.wait(PATIENCE)
 
 
 def thin_images(folder: Path) -> None:
@@ -185,6 +186,7 @@ def test_the_page_as_it_is_written(own: KubeCluster, place: dict[str, Any]) -> N
     assert own.get("rlhfjobs", "-n", "team-a") is None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("token", "reason", "words"),
     [
@@ -280,17 +282,7 @@ def test_a_model_in_a_shared_cache_and_code_on_a_claim_while_the_chart_is_upgrad
     spec["coordinator"] = {"podTemplate": {"metadata": {"labels": {"team": "blue"}}, "spec": {"containers": [patch]}}}
     with own.namespace() as namespace:
         mine = ("--namespace", namespace)
-        own.kubectl("apply", "-f", str(REPOSITORY / "examples/cluster/data-claim.yaml"), *mine)
-        own.kubectl("wait", "--for=condition=Ready", "pod/upload", "--timeout=900s", *mine, timeout=930)
-        packed = subprocess.run(["tar", "-C", str(tmp_path), "-cf", "-", "."], check=True, capture_output=True).stdout
-        unpack = (str(binaries.path_of("kubectl")), "--kubeconfig", str(own.kubeconfig), "exec", "-i", "upload", *mine)
-        into = [*unpack, "--", "tar", "-C", "/data", "-xof", "-"]
-
-        def unpacked() -> bool:
-            # kubernetes/kubernetes#112834: the API server at times loses what is sent.
-            return subprocess.run(into, input=packed, check=False, timeout=120).returncode == 0
-
-        wait_for("the files on the claim", unpacked)
+        own.upload(tmp_path, namespace)
         place["hub"].asked.clear()
         (older := tmp_path / "older").mkdir()
         chart = str(earlier_chart(older))

@@ -26,6 +26,7 @@ from dovetail.protocol.process import env
 from helpers import policies
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, external, wait_for
+from helpers.patience import PATIENCE
 from helpers.rlhfjobs import quickstart
 
 pytestmark = pytest.mark.skipif(external() is not None, reason="another's cluster may execute no policies")
@@ -33,7 +34,7 @@ PRODUCTS = {"a100": "NVIDIA-A100-SXM4-80GB", "v100": "Tesla-V100-SXM2-32GB", "a1
 OTHER = 7777  # no process of Dovetail's listens there
 API = 8080
 SERVED = (env.COORDINATOR_PORT, env.SERVER_PORT, env.TRAINER_METRICS_PORT, OTHER)
-HUB, CLOSED = 443, 8443
+HUB, CLOSED, DNS = 443, 8443, 53
 SERVE = """
 import selectors, socket, sys
 selector = selectors.DefaultSelector()
@@ -105,7 +106,7 @@ def test_pods_reach_whom_the_chart_says_and_nobody_else(cluster: KubeCluster, tm
         cluster.namespace() as space,
         cluster.namespace() as tenant,
         cluster.namespace() as system,
-        listening(state.host, HUB, CLOSED),
+        listening(state.host, HUB, CLOSED, DNS),
     ):
         where = {
             "coordinator": (space, a_pod("coordinator", "a100", mine)),
@@ -130,6 +131,7 @@ def test_pods_reach_whom_the_chart_says_and_nobody_else(cluster: KubeCluster, tm
             ("name server", state.dns, 53),
             ("hub", state.host, HUB),
             ("machine", state.host, CLOSED),
+            ("another name server", state.host, DNS),
             ("API server", state.address, 6443),
         ]
 
@@ -148,7 +150,7 @@ def test_pods_reach_whom_the_chart_says_and_nobody_else(cluster: KubeCluster, tm
         cluster.kubectl("apply", "--server-side", "-f", "-", stdin=text)
         # Without a plug-in that executes it, a policy says nothing.
         wait_for("everything", lambda: reached("tenant") == everything)
-        cluster.devcluster("up", "--policies", timeout=600)
+        cluster.devcluster("up", "--policies", timeout=PATIENCE)
         try:
             inside = {(to, port) for to in ("coordinator", "rollout") for port in SERVED}
             ours = {(to, port) for to in ("operator", "api") for port in (API, OTHER)}
@@ -156,7 +158,8 @@ def test_pods_reach_whom_the_chart_says_and_nobody_else(cluster: KubeCluster, tm
             outside = everything - inside - ours | {("api", API)}
             metrics = {(to, port) for to, port in inside if port != OTHER}
             wanted = {
-                # Each other on all ports, the name servers, and the hub that values name. Not even the API server.
+                # Each other on all ports, the cluster's name servers, and the hub that values name. Neither another
+                # name server, which could carry anything out, nor the API server.
                 "coordinator": inside | {("name server", 53), ("hub", HUB)},
                 "rollout": inside | {("name server", 53), ("hub", HUB)},
                 # Neither a pod beside them nor one of another namespace with the same labels.

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import runpy
+import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from helpers.cluster import KubeCluster, wait_for
+from helpers.cluster import REPOSITORY, KubeCluster, wait_for
 from helpers.cluster_jobs import ClusterJob
-from helpers.jobs import MANIFEST, events
+from helpers.jobs import MANIFEST, events, history
 from helpers.operator_process import OperatorProcess, established, install, kubeconfig, operator
 
 JOB_SECONDS = 1500.0
@@ -98,6 +101,9 @@ def test_a_job_runs_to_completion_on_three_kinds_of_nodes(
             not [p for p in cluster.items("pods", "-n", namespace) if p["status"]["phase"] in ("Pending", "Running")]
         ),
     )
+    # JobSet ends what still runs when the coordinator has ended. That is no failure of a trainer.
+    trainers = cluster.items("pods", "-n", namespace, "-l", "dovetail.dev/group=a100")
+    assert {pod["status"]["phase"] for pod in trainers} <= {"Succeeded"}
     row = cluster.kubectl("get", "rlhfjobs", "-n", namespace)
     assert "ppo" in row
     cluster.kubectl("delete", "rlhfjob", "tiny", "-n", namespace)
@@ -305,3 +311,38 @@ def test_suspending_a_running_job_frees_its_gpus_and_it_goes_on_where_it_was(
     assert job(cluster, namespace)["status"]["iteration"] == 1000
     loads = [e for e in events(ClusterJob(cluster, namespace).run_dir(), "trainers.load") if e["stage"] == "sft"]
     assert kept <= loads[-1]["checkpoint_step"] < 1000
+
+
+def agent(namespace: str, sandbox: str) -> dict[str, Any]:
+    """examples/agent.yaml with what docs/how-to/agents.md changes in it for a cluster, and fewer steps."""
+    document: dict[str, Any] = yaml.safe_load((REPOSITORY / "examples/agent.yaml").read_text())
+    document["metadata"] = {"name": "tiny", "namespace": namespace}
+    spec = document["spec"]
+    spec["models"]["tokenizer"] = {"pvc": "my-data/agent/tokenizer"}
+    spec["models"]["reward"].pop("importPath")
+    spec["models"]["reward"]["code"] = {"pvc": "my-data/agent"}
+    for kind in ("demonstrations", "prompts"):
+        spec["data"][kind] = [{"pvc": f"my-data/agent/{kind}.jsonl"}]
+    spec["sessions"]["sandbox"] = sandbox
+    spec["sft"]["steps"] = 100
+    spec["ppo"] |= {"iterations": 3, "globalBatchSize": 64, "miniBatchSize": 32}
+    return document
+
+
+@pytest.mark.nightly
+def test_an_agent_with_tools_on_a_cluster(
+    cluster: KubeCluster, namespace: str, leader: OperatorProcess, tmp_path: Path
+) -> None:
+    """The example. Its pods may make no sandbox, and the job says so before anything is trained."""
+    shutil.copytree(REPOSITORY / "examples/agent", tmp_path / "agent", ignore=shutil.ignore_patterns("*.jsonl"))
+    runpy.run_path(str(tmp_path / "agent/make.py"))["write_task"](tmp_path / "agent")
+    cluster.upload(tmp_path, namespace, image="dovetail-dev/busybox:dev")
+    cluster.apply(agent(namespace, "Bubblewrap"), namespace=namespace)
+    said = wait_end(cluster, namespace)
+    assert "spec.sessions.sandbox: " in said, said
+    assert "or write sandbox: None" in said
+    cluster.delete("rlhfjob", "tiny", "-n", namespace)
+    cluster.apply(agent(namespace, "None"), namespace=namespace)
+    assert wait_end(cluster, namespace) == "Completed"
+    rows = history(ClusterJob(cluster, namespace).run_dir(), "ppo")
+    assert [step for step in sorted(rows) if rows[step]["episode_calls"] > 0] == [1, 2, 3]

@@ -22,6 +22,7 @@ from dovetail.operator.status_rate import STARTING_SECONDS
 from helpers.breakable import BreakableProxy
 from helpers.cluster import REPOSITORY, KubeCluster, wait_for
 from helpers.operator_process import SYSTEM, OperatorProcess, established, install, kubeconfig, operator, preserving
+from helpers.patience import PATIENCE
 
 NAMESPACES = ["jobs-a", "jobs-b"]
 KINDS = (
@@ -93,13 +94,13 @@ def owned(server: KubeCluster, kind: str, uid: str, namespace: str = NAMESPACES[
 
 
 def requests(process: OperatorProcess) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/metrics", timeout=120) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/metrics", timeout=PATIENCE) as reply:
         lines = reply.read().decode().splitlines()
     return float(next(line.split()[1] for line in lines if line.startswith("dovetail_operator_api_requests_total ")))
 
 
 def looks(process: OperatorProcess) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/metrics", timeout=120) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/metrics", timeout=PATIENCE) as reply:
         lines = reply.read().decode().splitlines()
     found = [line for line in lines if line.startswith("dovetail_operator_reconciles_total")]
     return sum(float(line.split()[1]) for line in found)
@@ -112,7 +113,7 @@ def test_a_steady_state_asks_and_writes_nothing(server: KubeCluster, config: Pat
         wait_for("the JobSet", lambda: server.get("jobset", "demo", "-n", NAMESPACES[0]))
         wait_for("the status", lambda: condition(server, "Planned").get("status") == "True")
         wait_for("rest", lambda: resting(server, process))
-        with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/healthz", timeout=120) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/healthz", timeout=PATIENCE) as reply:
             assert reply.read() == b"ok"
         assert process.stop() == 0
 
@@ -285,7 +286,7 @@ def test_of_two_releases_for_all_namespaces_the_second_refuses_to_work(
         with operator(everywhere, tmp_path, "first", []) as first:
             wait_for("leadership", first.leads)
             with operator(second, tmp_path, "refused", [], **mine) as process:
-                assert process.process.wait(240) == 2
+                assert process.process.wait(PATIENCE) == 2
                 (refused,) = process.events("leader.refused")
                 assert f"the operator in namespace {SYSTEM} serves all namespaces" in refused["error"]
                 assert not process.events("leader.started")
@@ -413,7 +414,7 @@ def test_a_manifest_that_would_fill_the_operators_memory_is_refused(
         text = json.dumps(document)
         server.kubectl("create", "--validate=false", "-n", NAMESPACES[0], "-f", "-", stdin=text)
         # The API server itself takes seconds for each, and answers nothing meanwhile if it has to take all at once.
-        refused = wait_for("a refusal", lambda name=name: condition(server, "Planned", name), 240)  # type: ignore[misc]
+        refused = wait_for("a refusal", lambda name=name: condition(server, "Planned", name), PATIENCE)  # type: ignore[misc]
         assert (refused["status"], refused["reason"]) == ("False", "InvalidSpec")
         assert "at most 256 KiB and 10000 values are taken" in refused["message"]
     assert psutil.Process(leader.process.pid).memory_info().rss < before + (256 << 20)

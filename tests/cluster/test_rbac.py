@@ -140,10 +140,10 @@ EVERYWHERE = {"operator": of("", "nodes", "list watch") | CLASSES, "api": set[Ri
 LEADER = of("coordination.k8s.io", "leases", "get update", LEASE)
 LEADER |= of("", "secrets", "create") | of("", "secrets", "get", KEY_SECRET)
 API = (
-    of("dovetail.dev", "rlhfjobs", "get list")
+    of("dovetail.dev", "rlhfjobs", "get list watch")
     | of("", "pods", "get list")
     | of("", "pods/log", "get")
-    | of("", "events", "list")
+    | of("", "events", "list watch")
 )
 ASKING = of("authentication.k8s.io", "tokenreviews", "create") | of(
     "authorization.k8s.io", "subjectaccessreviews", "create"

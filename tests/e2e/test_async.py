@@ -33,6 +33,7 @@ from helpers.jobs import (
     tiny_job,
     untrained,
 )
+from helpers.patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 ITERATIONS, SAMPLES = 5, 16
@@ -297,7 +298,7 @@ def retire(launcher: Launcher, names: list[str]) -> int:
             headers={"Authorization": f"Bearer {launcher.token}"},
             method="DELETE",
         )
-        with urllib.request.urlopen(request, timeout=120):
+        with urllib.request.urlopen(request, timeout=PATIENCE):
             pass
     return len(names)
 

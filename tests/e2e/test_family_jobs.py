@@ -76,6 +76,53 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
         ("olmo2", "olmo3", "smollm3", "glm4", "ministral3", "ernie4_5", "arcee", "exaone4", "seed_oss", "cohere2"),
         (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2}),
     ),
+    # vLLM wraps transformers' classes of these.
+    **dict.fromkeys(
+        ("ministral", "persimmon", "nanochat", "bitnet"),
+        (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2}),
+    ),
+    "helium": (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16}),
+    "mellum": (2, {**SIZES, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}),
+    **dict.fromkeys(("solar_open", "dots1"), (2, {**SIZES, **SHARED})),
+    # A learnt activation.
+    "apertus": (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2}),
+    # Each layer has rotary positions of its own or none.
+    "granite_swa": (
+        2,
+        {
+            **PLAIN,
+            "intermediate_size": 96,
+            "num_key_value_heads": 2,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "layer_rope_theta": [100.0, 0.0],
+        },
+    ),
+    # An MLP beside the experts.
+    "granitemoeshared": (
+        2,
+        {
+            **PLAIN,
+            "intermediate_size": 32,
+            "num_key_value_heads": 2,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+        },
+    ),
+    "ernie4_5_moe": (
+        2,
+        {
+            **PLAIN,
+            "intermediate_size": 96,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 32,
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        },
+    ),
     # An MLP that the files call shared experts, and factors as Granite's.
     "granitemoehybrid": (
         2,
@@ -137,10 +184,16 @@ def image_reader(kind: str, fields: dict[str, Any], folder: Path) -> dict[str, s
     return {"path": str(folder)}
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=() if each in ALWAYS else pytest.mark.nightly) for each in KINDS]
-)
-def test_a_job_learns_and_samples_alike(family: str, tmp_path: Path) -> None:
+JOBS = [pytest.param(each, (), marks=() if each in ALWAYS else pytest.mark.nightly) for each in KINDS]
+# Servers that run the code that trains, where vLLM has its own of the model.
+JOBS += [
+    pytest.param(each, ("--model-impl", "transformers"), marks=pytest.mark.nightly, id=f"{each} of transformers")
+    for each in ("qwen2", "mistral", "gemma3_text", "olmo2")
+]
+
+
+@pytest.mark.parametrize(("family", "vllm_args"), JOBS)
+def test_a_job_learns_and_samples_alike(family: str, vllm_args: tuple[str, ...], tmp_path: Path) -> None:
     """Responses are longer than the window. Trainers use the experts that the rollouts chose."""
     pp, config = KINDS[family]
     experts, rounded = MODEL_FAMILIES[READS_IMAGES.get(family, family)].softmax_routers, family in ROUNDED
@@ -166,7 +219,13 @@ def test_a_job_learns_and_samples_alike(family: str, tmp_path: Path) -> None:
         },
         groups=[
             {"name": "trainers", "roles": ["trainer"], "replicas": pp},
-            {"name": "rollouts", "roles": ["rollout"], "replicas": 1, "dtype": "bfloat16" if rounded else "Auto"},
+            {
+                "name": "rollouts",
+                "roles": ["rollout"],
+                "replicas": 1,
+                "vllmArgs": list(vllm_args),
+                "dtype": "bfloat16" if rounded else "Auto",
+            },
         ],
         plan={"parallelism": {"actor": {"pp": pp}}},
         generation={"maxTokens": 24},

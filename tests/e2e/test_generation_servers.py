@@ -29,6 +29,7 @@ from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.messages import Offer, Publish, Receiver, Register
 from helpers.coordinated import NoWeights, job_of
 from helpers.nursery import Adopted
+from helpers.patience import PATIENCE
 from helpers.vllm_servers import TOKEN, Server, tiny_llama
 from helpers.weight_trainer import Alone, actor_of, probe_of, prove, weights_of
 
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.slow
 SAMPLES, MAX_TOKENS, TEMPERATURE = 24, 160, 0.8
 START_SECONDS = 1200.0
 JOB = {
-    "apiVersion": "dovetail.dev/v1alpha1",
+    "apiVersion": "dovetail.dev/v1beta1",
     "kind": "RLHFJob",
     "metadata": {"name": "test"},
     "spec": {
@@ -188,7 +189,7 @@ def test_killing_a_server_in_the_middle_changes_no_answer(tmp_path: Path) -> Non
                     servers["rollout-1"].send_signal(signal.SIGKILL)
 
             disturbed, result = await run.generate("disturbed", kill)
-            assert servers["rollout-1"].wait(240) == -signal.SIGKILL
+            assert servers["rollout-1"].wait(PATIENCE) == -signal.SIGKILL
             assert result.retries >= 1
             assert len(disturbed) == SAMPLES
             moved = [s for s in disturbed if s.attempt > 1]

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 # words gets 0.61 of the held-out pairs right. So a small model and strong weight decay, few passes, and half of the
 # pairs held out, for the test's power.
 MANIFEST = """
-apiVersion: dovetail.dev/v1alpha1
+apiVersion: dovetail.dev/v1beta1
 kind: RLHFJob
 metadata: {name: hh}
 spec:

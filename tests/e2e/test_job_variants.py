@@ -36,6 +36,7 @@ from helpers.jobs import (
     tiny_job,
 )
 from helpers.nursery import forked_jobs
+from helpers.patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -59,10 +60,10 @@ def test_stages_adapters_mixture_and_average_in_one_job(tmp_path: Path) -> None:
     def look(launcher: Launcher) -> None:
         status = read_status(launcher)
         if status is not None and status["stage"] == "ppo" and status["iteration"] >= 2 and not seen:
-            with urllib.request.urlopen(f"{launcher.url}/metrics", timeout=60) as response:
+            with urllib.request.urlopen(f"{launcher.url}/metrics", timeout=PATIENCE) as response:
                 seen["metrics"] = response.read().decode()
             with pytest.raises(urllib.error.HTTPError, match="401"):
-                urllib.request.urlopen(f"{launcher.url}/v1/status", timeout=60)
+                urllib.request.urlopen(f"{launcher.url}/v1/status", timeout=PATIENCE)
 
     outcome, _ = run_job(job, tmp_path, look)
     assert outcome.succeeded, outcome.reason
@@ -255,6 +256,7 @@ def test_stages_in_a_v_train_the_weights_of_one_stage_a_rank(tmp_path: Path, adv
     assert [n for n, tensor in weights["VShaped"].items() if not torch.equal(tensor, weights["Serial"][n])] == []
 
 
+@pytest.mark.nightly
 def test_ppo_goes_on_with_one_trainer_rank_in_place_of_a_pipeline(tmp_path: Path) -> None:
     """The schedules that were stored for two ranks are made anew, and the next iterations learn all their samples."""
 

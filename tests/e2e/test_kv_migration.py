@@ -30,6 +30,7 @@ from dovetail.protocol.messages import HOLD, PULL, Register
 from dovetail.protocol.sampling import sampling_params
 from helpers.coordinated import NoWeights, drawn_with, job_of
 from helpers.free_ports import free_port
+from helpers.patience import PATIENCE
 from helpers.vllm_servers import GREEDY, TOKEN, Server, make_run, tiny_llama, wait_for
 from helpers.weight_trainer import Trainer, actor_of
 
@@ -99,7 +100,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 def prompt_tokens(server: Server) -> dict[str, float]:
     """Prompt tokens so far, by where their keys and values came from."""
-    with urllib.request.urlopen(server.url + "/metrics", timeout=120) as reply:
+    with urllib.request.urlopen(server.url + "/metrics", timeout=PATIENCE) as reply:
         lines = reply.read().decode().splitlines()
     found = [line for line in lines if line.startswith("vllm:prompt_tokens_by_source_total")]
     return {line.split('source="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1]) for line in found}
@@ -243,11 +244,11 @@ def test_new_weights_arrive_although_a_request_waits_for_a_silent_source(world: 
         body = {"model": "actor", "token_ids": prompt, "kv_transfer_params": pull}
         body["sampling_params"] = params_of("sampled", 1, 20)
         asking = pool.submit(two.call, "/inference/v1/generate", body)
-        silent.settimeout(240)
+        silent.settimeout(PATIENCE)
         connection, _ = silent.accept()
         with connection:
             world.publish(5)
-        status, reply = asking.result(240)
+        status, reply = asking.result(PATIENCE)
         assert (status, reply["choices"][0]["finish_reason"]) == (200, "abort")
     expected = world.servers[0].generate(prompt, **params_of("sampled", 1, 20))
     assert two.generate(prompt, **params_of("sampled", 1, 20))[0] == expected[0]
@@ -305,7 +306,7 @@ def generated(
             with generator.open(1, world.version) as turn:
                 await generator.generate(turn, Watch())
                 # The last samples may end between two looks of `leave`.
-                await asyncio.wait_for(asyncio.gather(*draining), 60)
+                await asyncio.wait_for(asyncio.gather(*draining), PATIENCE)
         assert len(draining) == drain
         return generator
 
@@ -353,7 +354,7 @@ def test_a_source_that_was_killed_costs_a_prefill(world: World) -> None:
     key, part, _ = world.stopped(one, prompt, 20, **params_of("sampled", 3, 200))
     pull = world.pull(key, one)
     one.process.send_signal(signal.SIGKILL)
-    one.process.wait(240)
+    one.process.wait(PATIENCE)
     rest, _, _ = two.generate(prompt + part, pull, **params_of("sampled", 3, 200 - len(part), len(part)))
     assert part + rest == whole
     assert two.healthy()

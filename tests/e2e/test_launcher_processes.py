@@ -17,6 +17,7 @@ from dovetail.launch.processes import ProcessSpec
 from dovetail.launch.spawn import ExecSpawner, Exited, ForkSpawner, Started
 from dovetail.launch.supervisor import JobRestarts, Supervisor
 from dovetail.protocol.process.pulse import PULSE
+from helpers.patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +101,7 @@ def spec(folder: Path, name: str, module: str, **env: object) -> ProcessSpec:
     return ProcessSpec(name, module, dict(full), folder / f"{name}.log")
 
 
-def until(condition, seconds=900.0, what="condition"):
+def until(condition, seconds=PATIENCE, what="condition"):
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"timed out waiting for {what}"
@@ -108,7 +109,7 @@ def until(condition, seconds=900.0, what="condition"):
     return value
 
 
-def events_until(spawner, wanted, seconds=900.0):
+def events_until(spawner, wanted, seconds=PATIENCE):
     found = []
 
     def look():
@@ -135,7 +136,7 @@ def family(folder: Path) -> list[int]:
     return pids
 
 
-def gone(pids: list[int], seconds: float = 240.0) -> None:
+def gone(pids: list[int], seconds: float = PATIENCE) -> None:
     until(lambda: not any(alive(p) for p in pids), seconds, f"the end of {pids}")
 
 

@@ -15,6 +15,7 @@ import yaml
 
 from dovetail.protocol.process.endings import JOB_FAILED
 from helpers.finished_runs import report_answers
+from helpers.patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +64,7 @@ class Run:
         (folder / "dv_preload.py").write_text("def preload():\n    pass\n")
         (folder / "command.py").write_text(COMMAND)
         job = {
-            "apiVersion": "dovetail.dev/v1alpha1",
+            "apiVersion": "dovetail.dev/v1beta1",
             "kind": "RLHFJob",
             "metadata": {"name": "t"},
             "spec": {
@@ -114,12 +115,12 @@ class Run:
     def summary(self) -> dict[str, Any]:
         return json.loads((self.dir / "summary.json").read_text())
 
-    def end(self, seconds: float = 900.0) -> tuple[int, str]:
+    def end(self, seconds: float = PATIENCE) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, output
 
 
-def until(condition, what: str, seconds: float = 900.0) -> None:
+def until(condition, what: str, seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"timed out waiting for {what}"
@@ -133,7 +134,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def all_gone(pids: list[int], seconds: float = 240.0) -> None:
+def all_gone(pids: list[int], seconds: float = PATIENCE) -> None:
     assert pids
     until(lambda: not any(map(alive, pids)), f"the end of {[p for p in pids if alive(p)]}", seconds)
 
@@ -276,7 +277,7 @@ def test_two_runs_do_not_share_a_directory(run):
         env=env,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=PATIENCE,
         check=False,
     )
     assert result.returncode == 2

@@ -16,6 +16,7 @@ import pytest
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from helpers.finished_runs import report_answers
 from helpers.free_ports import free_port
+from helpers.patience import PATIENCE
 from helpers.vllm_servers import tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -59,7 +60,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def dovetail(folder: Path, *arguments: str, seconds: float = 900.0) -> str:
+def dovetail(folder: Path, *arguments: str, seconds: float = PATIENCE) -> str:
     command = [sys.executable, "-m", "dovetail.cli.main", *arguments]
     done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
@@ -140,4 +141,4 @@ def test_the_page_of_the_runs_is_served(trained: Path) -> None:
                 assert b"<html" in reply.read()
         finally:
             process.terminate()
-            process.wait(240)
+            process.wait(PATIENCE)

@@ -84,6 +84,7 @@ def test_interleaving_scores_on_unlike_scorers_though_one_dies(tmp_path: Path, s
         assert all(found == models for found in loads)
 
 
+@pytest.mark.nightly
 def test_actor_and_critic_on_trainer_ranks_of_their_own_though_one_dies(tmp_path: Path, separation: Path) -> None:
     """The critic's rank is killed after the first iteration: both models come back to where they were."""
     dies = Fault(

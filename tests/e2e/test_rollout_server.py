@@ -31,6 +31,7 @@ from dovetail.manifest.training_types import Generation
 from dovetail.protocol.messages import Offer, Publish
 from dovetail.protocol.sampling import sampling_params
 from helpers import weight_trainer
+from helpers.patience import PATIENCE
 from helpers.vllm_servers import GREEDY, TOKEN, Server, make_run, tiny_llama, wait_for
 from helpers.weight_trainer import EPOCHS, Alone, Trainer, actor_of, probe_of, publish_command, push, weights_of
 
@@ -73,7 +74,7 @@ class World:
 
 def half_request(server: Server, text: bytes) -> socket.socket:
     """A connection that has sent `text`, and sends no more."""
-    made = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=120)
+    made = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=PATIENCE)
     made.sendall(text)
     return made
 
@@ -139,7 +140,7 @@ def test_every_route_but_probes_asks_for_the_token(world: World) -> None:
         for token in ("", "wrong", TOKEN[:-1]):
             assert server.call(path, token=token)[0] == 401, path
     for path in ("/health", "/metrics"):
-        with urllib.request.urlopen(server.url + path, timeout=60) as reply:
+        with urllib.request.urlopen(server.url + path, timeout=PATIENCE) as reply:
             assert reply.status == 200
 
 
@@ -154,7 +155,9 @@ def test_greedy_output_is_the_published_models(world: World, trainer: Trainer) -
             assert got == tokens
             assert their == pytest.approx(logprobs, abs=1e-5)
             assert server.weight_version() == version
-    wait_for(lambda: world.coordinator.seen["rollout-1"][-1]["weight_version"] == 2, 240, "the new version's report")
+    wait_for(
+        lambda: world.coordinator.seen["rollout-1"][-1]["weight_version"] == 2, PATIENCE, "the new version's report"
+    )
 
 
 @pytest.mark.parametrize(
@@ -294,9 +297,9 @@ def test_a_receiver_that_never_comes_is_named_and_the_sender_goes_on(world: Worl
     command = publish_command(world.servers, 7, trainer.epoch, 3.0)
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(trainer.sender.publish, command, {"actor": lambda: weights_of(model)})
-        trainer.offers.get(timeout=240)
+        trainer.offers.get(timeout=PATIENCE)
         with pytest.raises(TransferError, match="rollout-0, rollout-1"):
-            sending.result(timeout=240)
+            sending.result(timeout=PATIENCE)
     # Nothing reached the servers: they still answer with what they had.
     assert world.servers[0].weight_version() == 6
     trainer.epoch, trainer.new = next(EPOCHS), True
@@ -393,8 +396,8 @@ def test_a_killed_server_leaves_no_engine_behind_and_a_terminated_one_goes_at_on
     engines = children(killed.process.pid)
     assert engines
     os.kill(killed.process.pid, signal.SIGKILL)
-    killed.process.wait(240)
-    wait_for(lambda: not any(running(pid) for pid in engines), 240, "the engine core to end with its server")
+    killed.process.wait(PATIENCE)
+    wait_for(lambda: not any(running(pid) for pid in engines), PATIENCE, "the engine core to end with its server")
 
     engines = children(other.process.pid)
     # With a client still reading a response.
@@ -402,6 +405,6 @@ def test_a_killed_server_leaves_no_engine_behind_and_a_terminated_one_goes_at_on
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(other.generate, [1, 2], **params)
         os.kill(other.process.pid, signal.SIGTERM)
-        assert other.process.wait(240) == 0
-        reading.exception(timeout=240)
-    wait_for(lambda: not any(running(pid) for pid in engines), 240, "the engine core to end")
+        assert other.process.wait(PATIENCE) == 0
+        reading.exception(timeout=PATIENCE)
+    wait_for(lambda: not any(running(pid) for pid in engines), PATIENCE, "the engine core to end")

@@ -20,6 +20,7 @@ from dovetail.manifest.training_types import Generation
 from dovetail.protocol.messages import HOLD, PULL
 from dovetail.protocol.plan import Plan, Rollout
 from dovetail.protocol.sampling import sampling_params
+from helpers.patience import PATIENCE
 from helpers.relayed_weights import DEADLINE_SECONDS, relay
 from helpers.vllm_servers import GREEDY, Server, make_run, tiny_llama, wait_for
 from helpers.weight_trainer import EPOCHS, Trainer, actor_of
@@ -185,7 +186,7 @@ def test_keys_and_values_of_both_ranks_are_handed_over(world: World) -> None:
     assert part + world.halves.generate(prompt + part, pull, **sampled(6, len(part)))[0] == tokens
     # Each rank took its own heads.
     told = re.compile(name + r": (\d+) tokens, (\d+) bytes taken over")
-    wait_for(lambda: len(told.findall(world.halves.log.read_text())) == 2, 240, "both ranks to say so")
+    wait_for(lambda: len(told.findall(world.halves.log.read_text())) == 2, PATIENCE, "both ranks to say so")
     taken = told.findall(world.halves.log.read_text())
     assert set(taken) == {(str(len(prompt + part) - 1), taken[0][1])}
 
@@ -203,7 +204,7 @@ def test_a_late_server_gets_the_trainers_bits_from_one_of_any_layout_which_goes_
             ((event, fields),) = relay([holder, late], late, model, 13)
             assert (event, fields["sender"], fields["instance"]) == ("weights.relayed", holder.name, late.name)
             assert late.weight_version() == 13
-        assert beside.result(timeout=240)[0] == world.alone.generate([6, 7, 8], **sampled(5))[0]
+        assert beside.result(timeout=PATIENCE)[0] == world.alone.generate([6, 7, 8], **sampled(5))[0]
     for server in world.servers:
         assert digests(server) == held[server.name]
         assert [tokens for tokens, _, _ in batch(server)] == [tokens for tokens, _, _ in said]
@@ -265,11 +266,11 @@ def test_a_terminated_server_ends_its_ranks_at_once_and_a_killed_ones_stages_end
     shared = {m.path for process in ranks + stages for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
     try:
         world.halves.process.send_signal(signal.SIGTERM)
-        assert world.halves.process.wait(240) == 0, world.halves.failure()
-        wait_for(lambda: all(map(gone, ranks)), 240, "the engine core and its ranks to end")
+        assert world.halves.process.wait(PATIENCE) == 0, world.halves.failure()
+        wait_for(lambda: all(map(gone, ranks)), PATIENCE, "the engine core and its ranks to end")
         world.staged.process.kill()
-        world.staged.process.wait(240)
-        wait_for(lambda: all(map(gone, stages)), 240, "the engine core and its stages to end")
+        world.staged.process.wait(PATIENCE)
+        wait_for(lambda: all(map(gone, stages)), PATIENCE, "the engine core and its stages to end")
     finally:
         for path in shared:
             Path(path).unlink(missing_ok=True)

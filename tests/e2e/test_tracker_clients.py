@@ -17,6 +17,7 @@ import pytest
 
 from dovetail.coordinator.reporting.trackers.tracker_processes import TrackerProcesses
 from dovetail.manifest.types import RLHFJobSpec
+from helpers.patience import PATIENCE
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 CLIENTS = ("wandb==0.31.0", "trackio==0.43.0", "mlflow-skinny==3.17.2")
@@ -30,7 +31,7 @@ def clients() -> Path:
     folder = Path.home() / ".cache" / "dovetail" / "-".join(["tracker-clients", *CLIENTS])
     if not (folder / "done").exists():
         uv = Path(sys.executable).with_name("uv")
-        subprocess.run([uv, "pip", "install", "--quiet", "--target", folder, *CLIENTS], check=True, timeout=600)
+        subprocess.run([uv, "pip", "install", "--quiet", "--target", folder, *CLIENTS], check=True, timeout=PATIENCE)
         (folder / "done").touch()
     return folder
 

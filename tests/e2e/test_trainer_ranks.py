@@ -21,6 +21,7 @@ from dovetail.manifest.types import RLHFJob, ScratchModel, Stage
 from dovetail.protocol.messages import CommandResult, Probe, Publish, Receive, Receiver, Stop
 from dovetail.rollout.weight_receiver import WeightReceiver
 from helpers.local_trainer import LocalTrainer
+from helpers.patience import PATIENCE
 from helpers.trainer_ranks import (
     TINY,
     TrainerRanks,
@@ -98,7 +99,7 @@ def check_publish(ranks: TrainerRanks, folder: Path) -> None:
     receiver = WeightReceiver()
     got = {name: tensor.clone() for name, tensor in receiver.receive(Receive(offer=offer, rank_offset=1, world_size=2))}
     receiver.close()
-    sending.join(900)
+    sending.join(PATIENCE)
     assert answers[0].metrics["bytes"] > 0
     coordinator.execute(ranks.export("actor", folder / "published"))
     check_probe(answers[0].probe, folder / "published")
@@ -273,7 +274,7 @@ class Driver:
     def stop(self) -> list[int]:
         """Exit codes of all ranks."""
         self.coordinator.execute(Stop(id="stop"))
-        return [self.ranks.processes[rank].wait(240) for rank in range(self.ranks.world_size)]
+        return [self.ranks.processes[rank].wait(PATIENCE) for rank in range(self.ranks.world_size)]
 
 
 @pytest.fixture(
@@ -303,7 +304,7 @@ def kill_when(ranks: TrainerRanks, rank: int, event: str, **fields: Any) -> thre
     before = count()
 
     def watch() -> None:
-        ranks.coordinator.wait_until(lambda: count() > before, 900)
+        ranks.coordinator.wait_until(lambda: count() > before)
         ranks.replace(rank)
 
     thread = threading.Thread(target=watch)
@@ -327,7 +328,7 @@ def test_a_rank_killed_in_a_step_and_again_in_the_recovery(
         thread = kill_when(ranks, 1, "command.started", id="ppo/3/step")
         with pytest.raises(TrainerLost):
             driver.step(3)
-        thread.join(900)
+        thread.join(PATIENCE)
         # The survivor joins again in the same process.
         again = kill_when(ranks, 1, "command.started", kind="load")
         third = kill_when(ranks, 0, "command.started", id="ppo/2/step")
@@ -336,8 +337,8 @@ def test_a_rank_killed_in_a_step_and_again_in_the_recovery(
         assert ranks.processes[0].poll() is None
 
         driver.reach(3)
-        again.join(900)
-        third.join(900)
+        again.join(PATIENCE)
+        third.join(PATIENCE)
         driver.reach(3)
         assert driver.finish() == expected
         assert driver.stop() == [0, 0]
@@ -392,7 +393,7 @@ def test_bad_commands_leave_the_ranks_usable_and_sigterm_ends_them(tmp_path: Pat
         assert [process.pid for process in ranks.processes.values() if process.poll() is None] == pids
         for process in ranks.processes.values():
             process.send_signal(signal.SIGTERM)
-        assert [process.wait(240) for process in ranks.processes.values()] == [-signal.SIGTERM] * 2
+        assert [process.wait(PATIENCE) for process in ranks.processes.values()] == [-signal.SIGTERM] * 2
 
 
 def test_an_error_on_one_rank_alone_frees_the_others_and_is_reported(tmp_path: Path) -> None:
@@ -413,9 +414,8 @@ def test_an_error_on_one_rank_alone_frees_the_others_and_is_reported(tmp_path: P
         driver.load()
         with pytest.raises(TrainerError, match=r"the table is gone at .*trouble.py:6 .*\(trainer rank 1\)"):
             driver.step(1)
-        assert all(process.poll() is None for process in ranks.processes.values())
-        (left,) = [record for record in ranks.log(0) if record["event"] == "generation.left"]
-    assert "Timed out" not in left["reason"], "freed by the failed rank, long before the groups' deadline"
+        left = [record["reason"] for record in ranks.log(0) if record["event"] == "generation.left"]
+    assert not any("Timed out" in reason for reason in left), "freed by the failed rank, long before the deadline"
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
@@ -438,7 +438,7 @@ def test_a_function_that_polls_for_ever_is_named_and_ends_the_job(tmp_path: Path
             ranks.coordinator.trainers.peer_timeout = 6.0
             with pytest.raises(TrainerLost):
                 driver.step(1)
-            assert ranks.processes[0].wait(240) == 2
+            assert ranks.processes[0].wait(PATIENCE) == 2
             assert re.search(told, (tmp_path / "rank-0.log").read_text().splitlines()[-1])
         else:
             with pytest.raises(TrainerError, match=f"{told}.* at .*locked.py:6 in advantages"):
@@ -450,7 +450,7 @@ def test_an_absent_coordinator_ends_the_rank_with_a_sentence(tmp_path: Path) -> 
     ranks.coordinator.stop()
     try:
         ranks.start(0)
-        assert ranks.processes[0].wait(300) == 1
+        assert ranks.processes[0].wait(PATIENCE) == 1
         last = ranks.log(0)[-1]
         assert last["event"] == "rank.failed"
         assert "did not answer /v1/trainer/join" in last["message"]
@@ -477,7 +477,7 @@ def test_a_frozen_rank_does_not_hold_the_others_for_ever(tmp_path: Path) -> None
         thread.start()
         with pytest.raises(TrainerLost):
             driver.step(2)
-        thread.join(240)
+        thread.join(PATIENCE)
         ranks.coordinator.trainers.peer_timeout = 240.0
         # What a launcher does with a process that is not ready: end it, start another.
         ranks.kill(1)

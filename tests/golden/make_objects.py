@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from dovetail.kube.resources import RLHFJOB
 from dovetail.manifest.documents import parse
 from dovetail.manifest.job_class import RLHFJobClass, parse_class
 from dovetail.manifest.resolve import resolve
@@ -108,7 +109,7 @@ def job_class() -> RLHFJobClass:
 
 
 def _job(document: dict[str, object]) -> RLHFJob:
-    job = parse(document)
+    job = parse({**document, **RLHFJOB.type_meta})
     return job.model_copy(update={"spec": resolve(job.spec)})
 
 

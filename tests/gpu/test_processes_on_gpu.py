@@ -11,6 +11,7 @@ import pytest
 from dovetail.manifest.types import Stage
 from helpers.fake_coordinator import FakeCoordinator
 from helpers.null_gpu import Run
+from helpers.patience import PATIENCE
 from helpers.trainer_ranks import TINY, TrainerRanks, job, layouts, ppo_batch, reward_batch, sft_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -26,7 +27,7 @@ class OneRank(TrainerRanks):
         """The metrics of these PPO steps."""
         coordinator: FakeCoordinator = self.coordinator
         coordinator.batches |= batches
-        found = [coordinator.execute(self.step(Stage.PPO, n, f"ppo-{n}"), timeout=300).metrics for n in steps]
+        found = [coordinator.execute(self.step(Stage.PPO, n, f"ppo-{n}"), timeout=PATIENCE).metrics for n in steps]
         return [{k: v for k, v in each.items() if not k.endswith(("seconds", "bytes"))} for each in found]
 
 
@@ -41,16 +42,16 @@ def test_a_checkpoint_continues_with_the_same_bits(tmp_path: Path) -> None:
     """Three PPO steps in one process, and in two: the second starts from the checkpoint of the first, which was
     killed. Layers are compiled, as by default."""
     with OneRank(tmp_path / "whole") as whole:
-        whole.coordinator.execute(whole.load(Stage.PPO), timeout=300)
+        whole.coordinator.execute(whole.load(Stage.PPO), timeout=PATIENCE)
         expected = whole.train(range(1, 4), BATCHES)
         whole.coordinator.execute(whole.export("actor", tmp_path / "actor"))
     with OneRank(tmp_path / "parts") as parts:
-        parts.coordinator.execute(parts.load(Stage.PPO), timeout=300)
+        parts.coordinator.execute(parts.load(Stage.PPO), timeout=PATIENCE)
         first = parts.train(range(1, 2), BATCHES)
-        parts.coordinator.execute(parts.save(tmp_path / "checkpoint"), timeout=300)
+        parts.coordinator.execute(parts.save(tmp_path / "checkpoint"), timeout=PATIENCE)
         parts.kill(0)
     with OneRank(tmp_path / "again") as again:
-        again.coordinator.execute(again.load(Stage.PPO, checkpoint=tmp_path / "checkpoint"), timeout=300)
+        again.coordinator.execute(again.load(Stage.PPO, checkpoint=tmp_path / "checkpoint"), timeout=PATIENCE)
         later = again.train(range(2, 4), BATCHES)
         again.coordinator.execute(again.export("actor", tmp_path / "actor again"))
     assert [*first, *later] == expected
@@ -70,8 +71,8 @@ def test_a_gpu_computes_what_a_cpu_computes(tmp_path: Path) -> None:
         with OneRank(tmp_path / place, environment, models=models, trainer={"compile": "Never"}) as ranks:
             for stage, batch in ((Stage.SFT, sft_batch(1)), (Stage.REWARD, reward_batch(1)), (Stage.PPO, ppo_batch(1))):
                 ranks.coordinator.batches[stage.value] = batch
-                ranks.coordinator.execute(ranks.load(stage, id=f"load/{stage.value}"), timeout=300)
-                metrics = ranks.coordinator.execute(ranks.step(stage, 1, stage.value), timeout=300).metrics
+                ranks.coordinator.execute(ranks.load(stage, id=f"load/{stage.value}"), timeout=PATIENCE)
+                metrics = ranks.coordinator.execute(ranks.step(stage, 1, stage.value), timeout=PATIENCE).metrics
                 found.append((place, stage, metrics))
     for (_, stage, gpu), (_, _, cpu) in zip(found[:3], found[3:], strict=True):
         for name, value in cpu.items():

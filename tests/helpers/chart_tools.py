@@ -16,6 +16,8 @@ sys.path.insert(0, str(REPOSITORY / "hack/devcluster"))
 
 from devcluster import binaries  # noqa: E402
 
+from helpers.patience import PATIENCE  # noqa: E402
+
 CHART = REPOSITORY / "helm" / "dovetail"
 
 
@@ -32,7 +34,7 @@ def tool(program: str) -> str:
 
 
 def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False, **options)
+    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False, **options)
 
 
 def template(*words: str, release: str = "dovetail", namespace: str = "dovetail-system") -> str:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEVCLUSTER = REPOSITORY / "hack/devcluster"
 sys.path.insert(0, str(DEVCLUSTER))
@@ -23,24 +25,33 @@ sys.path.insert(0, str(DEVCLUSTER))
 from devcluster import binaries, lifecycle, preflight  # noqa: E402
 from devcluster.settings import ClusterError, locked, state_root, tidy  # noqa: E402
 
+from helpers.patience import PATIENCE  # noqa: E402
+
 T = TypeVar("T")
 
 # kubectl's words where the API server has not got the command, as while it restarts or the machine is overloaded.
 NOT_SENT = ("TLS handshake timeout", "was refused - did you specify the right host", "connect: connection refused")
-CONNECT_SECONDS = 90.0
-DELETE_SECONDS = 600
+# Where nobody knows whether it has got it, as when a machine stood still. These commands may be given again.
+UNANSWERED = (
+    *("http2: client connection lost", "did not complete within requested timeout", "context deadline exceeded"),
+    *("connection reset by peer", "unexpected EOF"),
+)
+REPEATABLE = ("annotate", "apply", "auth", "describe", "explain", "get", "label", "patch")
+STANDSTILL_SECONDS = 30.0
 
 
-def wait_for(what: str, check: Callable[[], T], seconds: float = 600, interval: float = 0.2) -> T:
+def wait_for(what: str, check: Callable[[], T], seconds: float = PATIENCE, interval: float = 0.2) -> T:
     """The first true value of `check`; AssertionError, with the last value, when the deadline passes.
 
-    What takes long is looked at less often, once a second at least: a kubectl costs a tenth of a second of CPU."""
-    began = time.monotonic()
+    What takes long is looked at less often, once a second at least: a kubectl costs a tenth of a second of CPU. Of one
+    look STANDSTILL_SECONDS count at most, because a virtual machine may stand still for minutes."""
+    waited, looked = 0.0, time.monotonic()
     while True:
         value = check()
         if value:
             return value
-        waited = time.monotonic() - began
+        now = time.monotonic()
+        waited, looked = waited + min(now - looked, STANDSTILL_SECONDS), now
         assert waited < seconds, f"{what}: not within {seconds:.0f} s; last seen: {value!r}"
         time.sleep(max(interval, min(1.0, waited / 10)))
 
@@ -52,29 +63,31 @@ class KubeCluster:
     kubeconfig: Path
     name: str | None
 
-    def kubectl(self, *words: str, stdin: str | None = None, check: bool = True, timeout: float = 120) -> str:
-        """kubectl's standard output; AssertionError with its errors when `check` and it fails. Tries again for
-        CONNECT_SECONDS while the API server cannot be reached."""
-        deadline = time.monotonic() + CONNECT_SECONDS
+    def kubectl(self, *words: str, stdin: str | None = None, check: bool = True, timeout: float = PATIENCE) -> str:
+        """kubectl's standard output; AssertionError with its errors when `check` and it fails."""
         done = self.try_kubectl(*words, stdin=stdin, timeout=timeout)
-        while done.returncode and any(s in done.stderr for s in NOT_SENT) and time.monotonic() < deadline:
-            time.sleep(1)
-            done = self.try_kubectl(*words, stdin=stdin, timeout=timeout)
         assert not check or done.returncode == 0, f"kubectl {' '.join(words)}: {done.stderr.strip()}"
         return done.stdout
 
     def try_kubectl(
-        self, *words: str, stdin: str | None = None, timeout: float = 120
+        self, *words: str, stdin: str | None = None, timeout: float = PATIENCE
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(binaries.path_of("kubectl")), "--kubeconfig", str(self.kubeconfig), *words],
-            env=self._environment(),
-            input=stdin or "",
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        """As kubectl ended. Tries again for PATIENCE while the API server cannot be reached."""
+        command = [str(binaries.path_of("kubectl")), "--kubeconfig", str(self.kubeconfig), *words]
+        again = (*NOT_SENT, *UNANSWERED) if words[0] in REPEATABLE else NOT_SENT
+        return self._persist(command, again, timeout, stdin or "")
+
+    def _persist(
+        self, command: list[str], again: tuple[str, ...], timeout: float, stdin: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        """As the command ended; run until its errors have none of the words `again`, for PATIENCE at most."""
+        options: Any = {"input": stdin, "capture_output": True, "text": True, "timeout": timeout}
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            done = subprocess.run(command, env=self._environment(), check=False, **options)
+            if not done.returncode or not any(s in done.stderr for s in again) or time.monotonic() > deadline:
+                return done
+            time.sleep(1)
 
     def _environment(self) -> dict[str, str]:
         """What kubectl and helm learn of a cluster of ours goes with it, and not into ~/.kube. They end too soon for
@@ -93,7 +106,7 @@ class KubeCluster:
 
     def delete(self, *words: str) -> None:
         """`kubectl delete`; returns when the objects are gone."""
-        self.kubectl("delete", *words, "--wait=true", f"--timeout={DELETE_SECONDS}s", timeout=DELETE_SECONDS + 60)
+        self.kubectl("delete", *words, "--wait=true", f"--timeout={PATIENCE:.0f}s", timeout=PATIENCE + 60)
 
     def apply(self, *manifests: dict[str, Any], namespace: str = "default") -> str:
         """Server-side apply of these objects; `namespace` is for those that name none."""
@@ -101,16 +114,10 @@ class KubeCluster:
         words = ("apply", "--server-side", "--namespace", namespace, "-f", "-")
         return self.kubectl(*words, stdin=json.dumps(items))
 
-    def helm(self, *words: str, timeout: float = 300) -> str:
-        done = subprocess.run(
-            [str(binaries.path_of("helm")), "--kubeconfig", str(self.kubeconfig), *words],
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+    def helm(self, *words: str, timeout: float = PATIENCE) -> str:
+        """helm's standard output; AssertionError with its errors when it fails. Tries again if it changed nothing."""
+        command = [str(binaries.path_of("helm")), "--kubeconfig", str(self.kubeconfig), *words]
+        done = self._persist(command, NOT_SENT, timeout)
         assert done.returncode == 0, f"helm {' '.join(words)}: {done.stderr.strip()}"
         return done.stdout
 
@@ -120,7 +127,7 @@ class KubeCluster:
         path.write_text(self.devcluster("user", name))
         return path
 
-    def devcluster(self, *words: str, timeout: float = 300) -> str:
+    def devcluster(self, *words: str, timeout: float = PATIENCE) -> str:
         """A command of hack/devcluster for this cluster, such as `restart kubelet-v100`."""
         assert self.name is not None, "this cluster is not one of hack/devcluster"
         done = subprocess.run(
@@ -147,7 +154,25 @@ class KubeCluster:
         finally:
             self.kubectl("delete", "namespace", name, "--wait=false", check=False)
 
-    def wait_pod(self, namespace: str, name: str, *phases: str, seconds: float = 300) -> dict[str, Any]:
+    def upload(self, folder: Path, namespace: str, image: str | None = None) -> None:
+        """What is in the folder onto the claim of examples/cluster/data-claim.yaml, by its pod, as a user does.
+        `image`: of the pod, where a cluster has no other."""
+        claim, pod = yaml.safe_load_all((REPOSITORY / "examples/cluster/data-claim.yaml").read_text())
+        if image is not None:
+            pod["spec"]["containers"][0]["image"] = image
+        self.apply(claim, pod, namespace=namespace)
+        self.wait_pod(namespace, "upload", "Running")
+        packed = subprocess.run(["tar", "-C", str(folder), "-cf", "-", "."], check=True, capture_output=True).stdout
+        kubectl = (str(binaries.path_of("kubectl")), "--kubeconfig", str(self.kubeconfig))
+        into = [*kubectl, "exec", "-i", "upload", "-n", namespace, "--", "tar", "-C", "/data", "-xof", "-"]
+
+        def unpacked() -> bool:
+            # kubernetes/kubernetes#112834: the API server at times loses what is sent.
+            return subprocess.run(into, input=packed, check=False, timeout=PATIENCE).returncode == 0
+
+        wait_for("the files on the claim", unpacked)
+
+    def wait_pod(self, namespace: str, name: str, *phases: str, seconds: float = PATIENCE) -> dict[str, Any]:
         """The pod, once its phase is one of these."""
 
         def pod() -> dict[str, Any] | None:

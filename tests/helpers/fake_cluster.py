@@ -19,6 +19,7 @@ from golden import make_objects
 from dovetail.gpus.gpu_products import Pools
 from dovetail.kube import names
 from dovetail.kube.owners import controller
+from dovetail.kube.resources import RLHFJOB
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.operator.cluster.classes import Classes
 from dovetail.operator.cluster.client import Client
@@ -54,7 +55,7 @@ def _plan(text: str) -> Plan:
 
 def manifest(**spec: Any) -> dict[str, Any]:
     """An RLHFJob as the API server has it: one trainer pod, one guaranteed rollout and a surplus one."""
-    document = yaml.safe_load((make_objects.EXAMPLES / "quickstart-cluster.yaml").read_text())
+    document = yaml.safe_load((make_objects.EXAMPLES / "quickstart-cluster.yaml").read_text()) | RLHFJOB.type_meta
     document["metadata"] = {"name": "demo", "namespace": "default", "uid": make_objects.UID, "generation": 1}
     document["spec"]["groups"] = [
         {"name": "train", "roles": ["trainer"], "replicas": 1},
@@ -349,6 +350,11 @@ class FakeCluster:
             "conditions": [DRAINED | {"lastTransitionTime": self.stamp()}] if disrupted else [],
             "containerStatuses": [{"name": CONTAINER, "state": {"terminated": ended}}],
         }
+
+    def refuse(self, pod: dict[str, Any], reason: str, why: str) -> None:
+        """By a kubelet that was restarted, to which the pod was given before."""
+        self.end(pod, 143, "the last line of its log")
+        pod["status"] |= {"reason": reason, "message": f"Pod was rejected: {why}"}
 
     def settle(self, rounds: int = 12) -> None:
         """Let everybody work, every pod start, until nothing happens any more."""

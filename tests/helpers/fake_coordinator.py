@@ -16,8 +16,10 @@ from prometheus_client import CollectorRegistry
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.workers.trainer_group import TrainerGroup, TrainerPosition
 from dovetail.protocol.messages import Command, CommandResult, Offer, Register
+from dovetail.protocol.process.endings import cancel
 from dovetail.protocol.wire import pack, row_lengths, unpack
 from helpers.free_ports import free_port
+from helpers.patience import PATIENCE
 
 T = TypeVar("T")
 TOKEN = "a-test-token"
@@ -72,8 +74,9 @@ class FakeCoordinator:
 
     def close(self) -> None:
         self.stop()
+        self._call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(60)
+        self._thread.join(PATIENCE)
 
     async def _start(self) -> None:
         generation, formed = self._generation
@@ -97,6 +100,10 @@ class FakeCoordinator:
         self._watch.cancel()
         await self._runner.cleanup()
 
+    async def _end(self) -> None:
+        """End the handlers, too, as `fake_kube.ServerThread` does."""
+        await cancel(asyncio.all_tasks() - {asyncio.current_task()})
+
     async def _watch_silence(self) -> None:
         while True:
             await asyncio.sleep(0.5)
@@ -104,15 +111,15 @@ class FakeCoordinator:
 
     # ------------------------------------------------------------ what tests ask for
 
-    def execute(self, command: Command, timeout: float = 400.0) -> CommandResult:
+    def execute(self, command: Command, timeout: float = PATIENCE) -> CommandResult:
         """Raises TrainerLost, TrainerError, TimeoutError."""
-        return self._call(self._execute(command, timeout), timeout + 200)
+        return self._call(self._execute(command, timeout), timeout + PATIENCE)
 
-    def position(self, timeout: float = 180.0) -> TrainerPosition:
+    def position(self, timeout: float = PATIENCE) -> TrainerPosition:
         """Wait until a generation is formed and rank 0 asks for work."""
-        return self._call(self.trainers.wait_position(timeout), timeout + 5)
+        return self._call(self.trainers.wait_position(timeout), timeout + 60)
 
-    def wait_until(self, condition: Any, timeout: float = 240.0) -> None:
+    def wait_until(self, condition: Any, timeout: float = PATIENCE) -> None:
         """Poll `condition()`; raises TimeoutError."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -121,10 +128,10 @@ class FakeCoordinator:
             time.sleep(0.02)
 
     async def _execute(self, command: Command, timeout: float) -> CommandResult:
-        await self.trainers.wait_position(180)
+        await self.trainers.wait_position(PATIENCE)
         return await self.trainers.execute(command, timeout)
 
-    def _call(self, work: Coroutine[Any, Any, T], timeout: float = 240.0) -> T:
+    def _call(self, work: Coroutine[Any, Any, T], timeout: float = PATIENCE) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
     # ------------------------------------------------------------ what the routes ask for

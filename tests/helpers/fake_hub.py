@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from helpers.patience import PATIENCE
+
 _INFO = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(/revision/(?P<revision>[^/]+))?")
 _TREE = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)(/.*)?")
 _RESOLVE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<name>.+)")
@@ -294,7 +296,7 @@ class FakeHub:
             def large(self, path: str) -> None:
                 _, _, owner, name, commit, file = path.split("/", 5)
                 data = hub.repositories[f"{owner}/{name}"].commits[commit][file]
-                hub.hold.wait(240)
+                hub.hold.wait(PATIENCE)
                 self.content(data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"'}, cuttable=self.command == "GET")
 
             def content(self, data: bytes, headers: dict[str, str], cuttable: bool = False) -> None:

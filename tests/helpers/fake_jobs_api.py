@@ -26,6 +26,7 @@ from dovetail.statusapi.__main__ import Http, serve
 from dovetail.statusapi.api_settings import ApiSettings
 from dovetail.statusapi.app import create_app
 from helpers.fake_kube import FakeKube, ServerThread
+from helpers.patience import PATIENCE
 
 TOKEN = "the-jobs-own"
 JOBS = "/apis/dovetail.dev/v1alpha1/namespaces/lab/rlhfjobs"
@@ -121,7 +122,7 @@ class Api:
         self._thread.start()
         wait(lambda: self._server.started or not self._thread.is_alive(), "the API to start")
         self.port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE)
         self.kube.users["ada-token"] = "ada"
         self.kube.rights |= ALL
         self.kube.objects[f"{JOBS}/job"] = job(conditions=[condition("Running")], stage="ppo", iteration=2)
@@ -155,13 +156,13 @@ class Api:
     def close(self) -> None:
         self.client.close()
         self._server.should_exit = True
-        self._thread.join(240)
+        self._thread.join(PATIENCE)
         self.coordinator.close()
         self.run.history.close()
         self.kube.close()
 
 
-def wait(ready: Callable[[], bool], what: str, seconds: float = 240) -> None:
+def wait(ready: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"

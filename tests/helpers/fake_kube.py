@@ -14,7 +14,11 @@ from typing import Any
 import yaml
 from aiohttp import web
 
+from dovetail.protocol.process.endings import cancel
+from helpers.patience import PATIENCE
+
 Object = dict[str, Any]
+VERSION = {"resourceVersion": "1"}
 
 
 class ServerThread:
@@ -25,7 +29,7 @@ class ServerThread:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._runner = self.runner(app)
-        self.port: int = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(120)
+        self.port: int = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(PATIENCE)
 
     def runner(self, app: web.Application) -> web.AppRunner:
         return web.AppRunner(app, shutdown_timeout=0.1)
@@ -40,11 +44,17 @@ class ServerThread:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    async def _end(self) -> None:
+        """End the handlers, too: one that a closed loop still has is told of when its memory is freed, in whatever test
+        that is."""
+        await self._runner.cleanup()
+        await cancel(asyncio.all_tasks() - {asyncio.current_task()})
+
     def close(self) -> None:
         with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(120)
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(PATIENCE)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(120)
+        self._thread.join(PATIENCE)
         self._loop.close()
 
 
@@ -92,7 +102,7 @@ class FakeKube:
     def close(self) -> None:
         self._server.close()
 
-    async def _answer(self, request: web.Request) -> web.Response:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path
         self.asked[path] = self.asked.get(path, 0) + 1
         if request.headers.get("Authorization") != "Bearer the-api-itself":
@@ -103,24 +113,45 @@ class FakeKube:
             return web.json_response(self._review(path, await request.json()))
         if path == "/version":
             return web.json_response({"gitVersion": "v1.36.3"})
+        if "watch" in request.query:
+            return await self._watch(request)
         found = self.objects.get(path)
         if isinstance(found, int):
             return self._failure(found, "as the test wants it")
         if isinstance(found, str):
             return web.Response(text=found)
         if found is None:
-            items = [
-                o
-                for p, o in sorted(self.objects.items())
-                if path in _parents(p) and isinstance(o, dict) and self._selected(request, o)
-            ]
+            items = list(self._listed(request).values())
             if not items and not path.endswith(("rlhfjobs", "pods", "events")):
                 return self._failure(404, f"{path} not found")
             start = int(request.query.get("continue", "0"))
             limit = int(request.query.get("limit", "500"))
             rest = str(start + limit) if start + limit < len(items) else None
-            return web.json_response({"items": items[start : start + limit], "metadata": {"continue": rest}})
+            return web.json_response({"items": items[start : start + limit], "metadata": {"continue": rest} | VERSION})
+        if "metadata" in found:
+            found = found | {"metadata": found["metadata"] | VERSION}
         return web.json_response(found)
+
+    def _listed(self, request: web.Request) -> dict[str, Object]:
+        return {
+            path: thing
+            for path, thing in sorted(self.objects.items())
+            if request.path in _parents(path) and isinstance(thing, dict) and self._selected(request, thing)
+        }
+
+    async def _watch(self, request: web.Request) -> web.StreamResponse:
+        """First what is there, and then each change, until the reader leaves."""
+        response = web.StreamResponse()
+        await response.prepare(request)
+        told: dict[str, Object] = {}
+        while True:
+            there = self._listed(request)
+            changes = [("MODIFIED", thing) for path, thing in there.items() if told.get(path) is not thing]
+            changes += [("DELETED", thing) for path, thing in told.items() if path not in there]
+            for kind, thing in changes:
+                await response.write(json.dumps({"type": kind, "object": thing}).encode() + b"\n")
+            told = there
+            await asyncio.sleep(0.01)
 
     async def _change(self, request: web.Request) -> web.Response:
         """Make, patch or delete a job, as an API server does."""
@@ -145,6 +176,9 @@ class FakeKube:
     def _selected(request: web.Request, item: Object) -> bool:
         wanted = filter(None, request.query.get("labelSelector", "").split(","))
         labels = item["metadata"].get("labels", {})
+        name = request.query.get("fieldSelector", "").removeprefix("metadata.name=")
+        if "=" not in name and name not in ("", item["metadata"]["name"]):
+            return False
         return all(labels.get(label) == value for label, _, value in (each.partition("=") for each in wanted))
 
     def _review(self, path: str, body: Object) -> Object:

@@ -19,6 +19,7 @@ from dovetail.operator.render.config_map import config_map
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.jobset import jobset, surplus_jobs
 from dovetail.protocol.process.env import COORDINATOR_PORT
+from helpers.patience import PATIENCE
 
 Object = dict[str, Any]
 
@@ -70,7 +71,7 @@ class Pod:
                 os.killpg(group, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        return self.process.wait(240)
+        return self.process.wait(PATIENCE)
 
     @staticmethod
     def _command(words: list[str]) -> list[str]:

@@ -20,6 +20,7 @@ from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.manifest.training_types import Generation
 from helpers.coordinated import NoWeights, drawn_with, job_of
 from helpers.fake_vllm import TOKEN, FakeVllm, logprob_of, response_of
+from helpers.patience import PATIENCE
 
 # However busy the machine is, no server seems to stall or to ignore an abort: tests that want one to let time pass.
 FAST = GenerationSettings(flush=0.02, stall=60.0, wait=60.0, connect=30.0, abort=20.0, stream_interval=4)
@@ -149,7 +150,7 @@ def play(folder: Path, scenario: Callable[[Job], Awaitable[None]], **options: An
     async def main() -> None:
         job = Job(folder, **options)
         try:
-            async with asyncio.timeout(300):
+            async with asyncio.timeout(PATIENCE):
                 await scenario(job)
         finally:
             await job.close()

@@ -22,6 +22,7 @@ from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
 from dovetail.operator.reconcile.children import Children
 from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.statusapi.coordinator_reader import CoordinatorReader
+from helpers.patience import PATIENCE
 
 JSON = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 MIB = 1 << 20
@@ -88,7 +89,7 @@ class Kube:
 
     async def request(self, *_: Any, **__: Any) -> Any:
         owner = {
-            "apiVersion": "dovetail.dev/v1alpha1",
+            "apiVersion": "dovetail.dev/v1beta1",
             "kind": "RLHFJob",
             "name": "demo",
             "uid": "u",
@@ -141,7 +142,7 @@ async def ask(way: str) -> dict[str, Any]:
         ends = {task, asyncio.ensure_future(changed.get())}
         if way != "history":
             ends.add(asyncio.ensure_future(again.wait()))
-        await asyncio.wait(ends, timeout=240, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
         alive, reported = not task.done(), operator._followed[key].answer
         await operator.close()
 
@@ -149,7 +150,7 @@ async def ask(way: str) -> dict[str, Any]:
             return f"http://127.0.0.1:{port}"
 
         api = CoordinatorReader(Kube(), session, url, 0.0, lambda: 0.0, seconds)  # type: ignore[arg-type]
-        progress = await asyncio.wait_for(api.progress(job), 240)
+        progress = await asyncio.wait_for(api.progress(job), PATIENCE)
     return {
         "alive": alive,
         "reported": reported,

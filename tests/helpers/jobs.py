@@ -27,10 +27,11 @@ from dovetail.manifest.types import RLHFJob
 from dovetail.planner.make_plan import make_plan
 from dovetail.tools.run_audit import audit_run
 from helpers.nursery import forked_jobs
+from helpers.patience import PATIENCE
 from helpers.whole_lines import whole_lines
 
 MANIFEST = """
-apiVersion: dovetail.dev/v1alpha1
+apiVersion: dovetail.dev/v1beta1
 kind: RLHFJob
 metadata: {name: tiny}
 spec:
@@ -146,7 +147,7 @@ class Fault:
 
 
 @dataclass
-class _Watcher:
+class Watcher:
     """Looks at a job in a thread of its own, every `period` seconds, from the launcher's first call on: a phase of a
     tiny job is over before the launcher calls again. `run_job` closes it."""
 
@@ -165,7 +166,7 @@ class _Watcher:
     def close(self) -> None:
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(60)
+            self._thread.join(PATIENCE)
 
     def _watch(self, launcher: Launcher) -> None:
         while not self._stop.wait(self.period):
@@ -173,7 +174,7 @@ class _Watcher:
 
 
 @dataclass
-class Injector(_Watcher):
+class Injector(Watcher):
     """Applies each fault once. What one fault has hit is hit by the next only after it has been replaced."""
 
     faults: list[Fault]
@@ -265,7 +266,7 @@ def run_job(
         launcher = stack.enter_context(
             Launcher(job, make_plan(job.spec), run_dir, earlier_run(resume, False), tell=told.append)
         )
-        if isinstance(injector, _Watcher):
+        if isinstance(injector, Watcher):
             stack.callback(injector.close)
         outcome = launcher.run(lambda: injector(launcher) if injector is not None else None)
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
@@ -302,7 +303,7 @@ def stored_samples(run_dir: Path, iteration: int) -> list[Sample]:
 
 
 @dataclass
-class Reaper(_Watcher):
+class Reaper(Watcher):
     """SIGKILLs processes as soon as an event is logged.
 
     `victims(event)` names the processes to kill; it is asked of each line of events.jsonl once, a few milliseconds

@@ -16,6 +16,7 @@ from devcluster import binaries
 from helpers.cluster import KubeCluster, wait_for
 from helpers.free_ports import free_port
 from helpers.operator_process import established
+from helpers.patience import PATIENCE
 
 NAMESPACE = "kueue-system"
 # In a mount namespace of its own: Kueue wants its certificate at this path.
@@ -83,4 +84,4 @@ def kueue(cluster: KubeCluster, folder: Path, **settings: Any) -> Iterator[None]
         yield
     finally:
         process.terminate()
-        process.wait(240)
+        process.wait(PATIENCE)

@@ -8,7 +8,7 @@ from enum import Enum
 from dovetail.manifest.base import LOSSES
 
 GOOD = {
-    "apiVersion": "dovetail.dev/v1alpha1",
+    "apiVersion": "dovetail.dev/v1beta1",
     "kind": "RLHFJob",
     "metadata": {"name": "job"},
     "spec": {
@@ -535,6 +535,14 @@ RULES = [
             (
                 {"sessions": {"environment": {"function": "a:B", "url": "http://a"}}},
                 "spec.sessions.environment has function and url; give exactly one of function, url.",
+            ),
+            (
+                {"sessions": {"agent": {}}},
+                "spec.sessions.agent names nothing; give exactly one of command, url.",
+            ),
+            (
+                {"sessions": {"agent": {"command": ["a"], "url": "http://a"}}},
+                "spec.sessions.agent has command and url; give exactly one of command, url.",
             ),
             ({"sessions": {}}, "spec.sessions names nothing; give exactly one of environment, agent."),
             (

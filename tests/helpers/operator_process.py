@@ -16,6 +16,7 @@ import yaml
 
 from helpers.cluster import REPOSITORY, KubeCluster, wait_for
 from helpers.free_ports import free_port
+from helpers.patience import PATIENCE
 from helpers.whole_lines import whole_lines
 
 SYSTEM = "dovetail-system"
@@ -142,13 +143,13 @@ class OperatorProcess:
         with self._lock:
             self._ended = True
         self.process.terminate()
-        return self.process.wait(240)
+        return self.process.wait(PATIENCE)
 
     def kill(self) -> None:
         with self._lock:
             self._ended = True
         self.process.kill()
-        self.process.wait(240)
+        self.process.wait(PATIENCE)
 
 
 @contextmanager

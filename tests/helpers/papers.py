@@ -7,6 +7,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "research"))
 
-from papers import common, free_placements, layouts, routing, strategies
+from papers import common, every_placement, free_placements, routing
 
-__all__ = ["common", "free_placements", "layouts", "routing", "strategies"]
+__all__ = ["common", "every_placement", "free_placements", "routing"]

@@ -25,15 +25,20 @@ def install_crd(cluster: KubeCluster, manifest: str | None = None) -> None:
     # kubectl fails where there is no status yet.
     words = ("wait", "--for=condition=Established", f"crd/{NAME}", "--timeout=60s")
     wait_for("the definition", lambda: cluster.try_kubectl(*words).returncode == 0)
-    spec = yaml.safe_load(text)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    versions = {each["name"]: each["schema"]["openAPIV3Schema"] for each in yaml.safe_load(text)["spec"]["versions"]}
 
     def served() -> bool:
         """A new schema is taken up some time after it was stored; what is published of it comes last."""
-        done = cluster.try_kubectl("get", "--raw", "/openapi/v3/apis/dovetail.dev/v1alpha1")
-        if done.returncode != 0:
-            return False
-        shown = json.loads(done.stdout)["components"]["schemas"]["dev.dovetail.v1alpha1.RLHFJob"]["properties"]["spec"]
-        return all(_outline(shown, key) == _outline(spec, key) for key in ("properties", "x-kubernetes-validations"))
+        for version, schema in versions.items():
+            done = cluster.try_kubectl("get", "--raw", f"/openapi/v3/apis/dovetail.dev/{version}")
+            if done.returncode != 0:
+                return False
+            shown = json.loads(done.stdout)["components"]["schemas"][f"dev.dovetail.{version}.RLHFJob"]["properties"]
+            wanted = schema["properties"]["spec"]
+            for key in ("properties", "x-kubernetes-validations"):
+                if _outline(shown["spec"], key) != _outline(wanted, key):
+                    return False
+        return True
 
     wait_for("the schema to be served", served)
 
@@ -58,11 +63,13 @@ class DryRun:
         self._objects = kubernetes.client.CustomObjectsApi(api)
 
     def create(self, manifest: dict[str, Any], namespace: str = "default") -> str:
-        return self._refusal(self._objects.create_namespaced_custom_object, *_PATH, namespace, "rlhfjobs", manifest)
+        where = (*manifest["apiVersion"].split("/"), namespace, "rlhfjobs", manifest)
+        return self._refusal(self._objects.create_namespaced_custom_object, *where)
 
     def apply(self, manifest: dict[str, Any], namespace: str) -> str:
         """Server-side apply, over the job that is there."""
-        where = (*_PATH, namespace, "rlhfjobs", manifest["metadata"]["name"], manifest)
+        version = manifest["apiVersion"].split("/")
+        where = (*version, namespace, "rlhfjobs", manifest["metadata"]["name"], manifest)
         how = {"field_manager": "kubectl", "force": True, "_content_type": "application/apply-patch+yaml"}
         return self._refusal(self._objects.patch_namespaced_custom_object, *where, **how)
 
@@ -74,9 +81,6 @@ class DryRun:
             causes = status.get("details", {}).get("causes", [])
             return "\n".join(f"{c['field']}: {c['message']}" for c in causes) or str(status["message"])
         return ""
-
-
-_PATH = ("dovetail.dev", "v1alpha1")
 
 
 def sentences(stderr: str) -> list[str]:

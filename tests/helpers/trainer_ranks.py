@@ -14,11 +14,13 @@ import numpy as np
 from dovetail.manifest.types import Parallelism, RLHFJob, ScratchModel, Stage
 from dovetail.protocol.messages import Action, Evaluate, Export, Load, ModelRef, Save, Step
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process.endings import SUPERSEDED
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.process.pulse import PULSE
 from dovetail.protocol.wire import pack
 from helpers.fake_coordinator import TOKEN, FakeCoordinator
 from helpers.nursery import NURSERY, Adopted
+from helpers.patience import PATIENCE
 from helpers.whole_lines import whole_lines
 
 VOCABULARY = 64
@@ -66,7 +68,7 @@ def job(**spec: Any) -> RLHFJob:
         fields[name] = {**fields[name], **value} if isinstance(fields.get(name), dict) else value
     return RLHFJob.model_validate(
         {
-            "apiVersion": "dovetail.dev/v1alpha1",
+            "apiVersion": "dovetail.dev/v1beta1",
             "kind": "RLHFJob",
             "metadata": {"name": "tiny"},
             "spec": fields,
@@ -82,7 +84,7 @@ class TrainerRanks:
         folder: Path,
         job: RLHFJob,
         layouts: dict[str, Parallelism],
-        patience: float = 900.0,
+        patience: float = PATIENCE,
         environment: dict[str, str] | None = None,
     ) -> None:
         self._environment = environment or {}
@@ -95,17 +97,27 @@ class TrainerRanks:
         (folder / "plan.json").write_text(plan.model_dump_json(by_alias=True))
         self.coordinator = FakeCoordinator(self.world_size)
         self.processes: dict[int, Adopted] = {}
-        self._starting = threading.Lock()
+        self._starting, self._over = threading.Lock(), threading.Event()
+        self._launcher = threading.Thread(target=self._start_again, daemon=True)
+        self._launcher.start()
 
     def __enter__(self) -> TrainerRanks:
         for rank in range(self.world_size):
             self.start(rank)
         return self
 
+    def _start_again(self) -> None:
+        """As the launcher does with a rank that ended to begin anew: on a machine that stands still for seconds any
+        rank may be late to leave a generation."""
+        while not self._over.wait(0.2):
+            self.restart_exited(SUPERSEDED)
+
     def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._launcher.join(PATIENCE)
         for process in self.processes.values():
             process.kill()
-            process.wait(240)
+            process.wait(PATIENCE)
         self.coordinator.close()
 
     def process_env(self, name: str, rank: int) -> ProcessEnv:
@@ -138,7 +150,7 @@ class TrainerRanks:
     def kill(self, rank: int) -> None:
         """SIGKILL."""
         self.processes[rank].kill()
-        self.processes[rank].wait(240)
+        self.processes[rank].wait(PATIENCE)
 
     def replace(self, rank: int) -> None:
         """SIGKILL, and start it anew."""
@@ -146,11 +158,12 @@ class TrainerRanks:
             self.kill(rank)
             self.start(rank)
 
-    def restart_exited(self) -> None:
-        """What a launcher does: start every rank anew whose process has ended."""
+    def restart_exited(self, code: int | None = None) -> None:
+        """What a launcher does: start every rank anew whose process has ended, with this exit code if one is given."""
         with self._starting:
             for rank, process in list(self.processes.items()):
-                if process.poll() is not None:
+                ended = process.poll()
+                if ended is not None and code in (None, ended):
                     self.start(rank)
 
     def log(self, rank: int) -> list[dict[str, Any]]:
@@ -158,7 +171,7 @@ class TrainerRanks:
         lines = whole_lines(self.folder / f"rank-{rank}.log")
         return [json.loads(line) for line in lines if line.startswith("{")]
 
-    def wait_for_event(self, rank: int, event: str, timeout: float = 240.0, **fields: Any) -> None:
+    def wait_for_event(self, rank: int, event: str, timeout: float = PATIENCE, **fields: Any) -> None:
         """Until the rank has logged such an event; raises TimeoutError with the log's end."""
         deadline = time.monotonic() + timeout
         while True:

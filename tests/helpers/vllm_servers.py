@@ -18,6 +18,7 @@ from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.process.env import ProcessEnv
 from helpers.free_ports import free_port
 from helpers.nursery import NURSERY, Adopted
+from helpers.patience import PATIENCE
 
 TOKEN = "a-secret"
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "logprobs": 0, "ignore_eos": True, "detokenize": False}
@@ -61,7 +62,7 @@ def make_run(
     `replay`: servers say which experts each token got."""
     config.save_pretrained(run_dir / "models" / "actor-config")
     job = {
-        "apiVersion": "dovetail.dev/v1alpha1",
+        "apiVersion": "dovetail.dev/v1beta1",
         "kind": "RLHFJob",
         "metadata": {"name": "test"},
         "spec": {
@@ -129,7 +130,7 @@ class Server:
             method=method,
         )
         try:
-            with urllib.request.urlopen(request, timeout=240) as reply:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
                 return reply.status, json.loads(reply.read() or b"null")
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -167,7 +168,7 @@ class Server:
             headers={"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},
         )
         aborted = False
-        with urllib.request.urlopen(request, timeout=240) as reply:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
             for line in reply:
                 if not line.startswith(b"data: {"):
                     continue

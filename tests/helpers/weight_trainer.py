@@ -16,6 +16,7 @@ import torch
 from dovetail.coordinator.workers import publishing
 from dovetail.coordinator.workers.offers import ReceiverError, push_offer
 from dovetail.protocol.messages import Offer, Probe, Publish, Receiver
+from helpers.patience import PATIENCE
 from helpers.vllm_servers import TOKEN, Server
 
 EPOCHS = itertools.count(1)
@@ -102,16 +103,16 @@ class Trainer:
         self.epoch = next(EPOCHS)
         self.new = True
 
-    def publish(self, model: Any, version: int, seconds: float = 240.0) -> dict[str, str | None]:
+    def publish(self, model: Any, version: int, seconds: float = PATIENCE) -> dict[str, str | None]:
         """Errors by receiver; raises what the sender raised if the receivers saw nothing wrong."""
         command = publish_command(self.servers, version, self.epoch, seconds)
         new, self.new = self.new, False
         with ThreadPoolExecutor(1) as pool:
             sending = pool.submit(self.sender.publish, command, {"actor": lambda: weights_of(model)})
             try:
-                offer = self.offers.get(timeout=240)
+                offer = self.offers.get(timeout=PATIENCE)
             except queue.Empty:
-                sending.result(timeout=240)  # why it made no offer
+                sending.result(timeout=PATIENCE)  # why it made no offer
                 raise
             errors = push(self.servers, command, offer, new)
             if any(errors.values()):

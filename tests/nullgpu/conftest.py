@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers.null_gpu import Run, scenarios
+from helpers.patience import PATIENCE
 
 NULLGPU = Path(__file__).parents[2] / "hack/nullgpu"
 
@@ -19,7 +20,7 @@ NULLGPU = Path(__file__).parents[2] / "hack/nullgpu"
 @pytest.fixture(scope="session")
 def null_gpu_library() -> Path:
     """The library to preload; skips the test where it can't be built."""
-    asked = subprocess.run([sys.executable, str(NULLGPU), "build"], capture_output=True, text=True, timeout=300)
+    asked = subprocess.run([sys.executable, str(NULLGPU), "build"], capture_output=True, text=True, timeout=PATIENCE)
     if asked.returncode == 1:
         pytest.skip(asked.stderr.strip())
     asked.check_returncode()

@@ -14,6 +14,7 @@ from dovetail.pod.main import Pod, pod_processes
 from dovetail.protocol.messages import Stop
 from dovetail.protocol.plan import Plan, TrainerRank
 from helpers.fake_coordinator import FakeCoordinator
+from helpers.patience import PATIENCE
 from helpers.trainer_ranks import TrainerRanks, job, layouts, ppo_batch, reward_batch, sft_batch
 
 pytestmark = pytest.mark.slow
@@ -39,13 +40,13 @@ class PodOfRanks(TrainerRanks):
 
     def __exit__(self, *_: object) -> None:
         self.pod.stop()
-        self._thread.join(60)
+        self._thread.join(PATIENCE)
         self.coordinator.close()
 
     def stop(self) -> int | None:
         """The pod's exit code after the command that ends the ranks."""
         threading.Thread(target=self.coordinator.execute, args=(Stop(id="stop"),), daemon=True).start()
-        self._thread.join(120)
+        self._thread.join(PATIENCE)
         return self.code
 
 

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from devcluster.settings import SOURCES, ClusterError, cache_root, digest, locked
 
 KUBERNETES = ["etcd", "kube-apiserver", "kube-controller-manager", "kube-proxy", "kube-scheduler", "kubectl", "kubelet"]
 OURS = ["gpu-device-plugin", "volume-provisioner"]
-# Module: its programs. The Kubernetes ones are links to one binary.
+# What is built at once: its programs. The Kubernetes ones are links to one binary.
 MODULES = {
     "kubernetes": KUBERNETES + OURS,
     "containerd": ["containerd", "containerd-shim-runc-v2", "ctr"],
@@ -31,6 +32,16 @@ MODULES = {
     "registry": ["crane"],
     "kube-router": ["kube-router"],  # its NetworkPolicies alone
 }
+# These are packages of the Go module `go/cluster`, whose programs share what is compiled: all have one client-go. The
+# others are modules of their own.
+SHARED = {
+    "kubernetes": ("./kubernetes",),
+    "coredns": ("./coredns",),
+    "jobset": ("sigs.k8s.io/jobset",),
+    "helm": ("helm.sh/helm/v4/cmd/helm",),
+    "kueue": ("sigs.k8s.io/kueue/cmd/kueue",),
+    "kwok": ("sigs.k8s.io/kwok/cmd/kwok",),
+}
 # Without the clouds' client libraries, which only look for targets: half the build.
 TAGS = {"promtool": "remove_all_sd"}
 # Built only where they are named: few tests use them, and Kubernetes is compiled in another release for this one.
@@ -40,10 +51,11 @@ CLUSTER = ("kubernetes", "helm", "containerd", "jobset", "coredns")
 TOOLS = ("helm", "helm-unittest", "kubeconform", "promtool", "versitygw")
 # On two cores, with empty caches.
 MINUTES = {
-    "kubernetes": 5.0,
+    "kubernetes": 4.0,
     "kueue": 5.5,
-    "jobset": 2.5,
-    "helm": 2.0,
+    "coredns": 0.3,
+    "jobset": 0.7,
+    "helm": 0.7,
     "promtool": 3.0,
     "kube-router": 1.5,
     "coscheduling": 4.0,
@@ -53,7 +65,13 @@ CACHE_BYTES = 3 << 30
 # Go's own caches are at most as large after a build: of what is compiled, and of modules' sources.
 COMPILED_BYTES, MODULES_BYTES = 4 << 30, 4 << 30
 # Modules' folders can be removed.
-FLAGS = {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -trimpath -modcacherw"}
+FLAGS = {
+    "CGO_ENABLED": "0",
+    "GOFLAGS": "-buildvcs=false -trimpath -modcacherw",
+    "GOGC": "400",  # the compiler's processes end soon
+}
+# The linker would strip it.
+_WITHOUT_DWARF = "-gcflags=all=-dwarf=false"
 
 
 def _go_root() -> Path:
@@ -70,6 +88,10 @@ def _proxy() -> str:
     return f"{there.as_uri()},{proxy}" if there.is_dir() else proxy
 
 
+def _source(module: str) -> Path:
+    return SOURCES / "go" / ("cluster" if module in SHARED else module)
+
+
 def _go(module: str, *words: str, **environment: str) -> str:
     if shutil.which("go") is None:
         raise ClusterError("the programs are built with Go 1.26 or later, and there is no `go` on the PATH")
@@ -79,28 +101,28 @@ def _go(module: str, *words: str, **environment: str) -> str:
     with locked(root / ".lock", fcntl.LOCK_SH):
         done = subprocess.run(
             ["go", *words],
-            cwd=SOURCES / "go" / module,
+            cwd=_source(module),
             env={**os.environ, **FLAGS, **caches, **tags, **environment},
             stdout=subprocess.PIPE,
             text=True,
             check=False,
         )
     if done.returncode != 0:
-        raise ClusterError(f"go {words[0]} in hack/devcluster/go/{module} failed")
+        raise ClusterError(f"go {words[0]} in {_source(module)} failed")
     return done.stdout
 
 
 def version(module: str, path: str) -> str:
     """The version of a Go module that one of ours requires."""
-    text = (SOURCES / "go" / module / "go.mod").read_text()
+    text = (_source(module) / "go.mod").read_text()
     found = re.search(rf"^(?:require)?\s*{re.escape(path)} (v\S+)", text, re.MULTILINE)
     if not found:
-        raise ClusterError(f"hack/devcluster/go/{module}/go.mod requires no {path}")
+        raise ClusterError(f"{_source(module)}/go.mod requires no {path}")
     return found[1]
 
 
 def _ldflags(module: str) -> str:
-    if module != "kubernetes":
+    if module not in SHARED:
         return "-s -w"
     # Else the server says v0.0.0, which Helm charts refuse.
     release = version(module, "k8s.io/kubernetes")
@@ -111,9 +133,11 @@ def _ldflags(module: str) -> str:
 
 def folder(module: str) -> Path:
     """Where the module's programs are or will be: named by everything that goes into them."""
-    sources = sorted(p for p in (SOURCES / "go" / module).iterdir() if p.suffix in {".go", ".mod", ".sum"})
+    source = _source(module)
+    own = source / module if module in SHARED else source
+    sources = sorted(p for place in {source, own} for p in place.glob("*.*") if p.suffix in {".go", ".mod", ".sum"})
     content = [part for p in sources for part in (p.name, p.read_bytes())]
-    content += [TAGS[module]] if module in TAGS else []
+    content += [*SHARED.get(module, ()), *([TAGS[module]] if module in TAGS else [])]
     return cache_root() / "bin" / f"{module}-{digest(_ldflags(module), *content)}"
 
 
@@ -121,28 +145,46 @@ def build(module: str) -> Path:
     """The folder with the module's programs, built now if they are not there; waits for another who builds them."""
     target = folder(module)
     if target.is_dir():
-        os.utime(target)  # used now: see _trim
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / f".{module}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.is_dir():
-            return target
-        print(f"building {module} (once; kept in {target.parent})", file=sys.stderr, flush=True)
+        os.utime(target)  # used now: see trim
+    else:
+        _build([module])
+    return target
+
+
+def _build(modules: Sequence[str]) -> None:
+    """Build what is not built yet with one call of Go: one module, or any that are SHARED."""
+    root = cache_root() / "bin"
+    root.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        for module in sorted(modules):
+            fcntl.flock(stack.enter_context((root / f".{module}.lock").open("w")), fcntl.LOCK_EX)
+        modules = [module for module in modules if not folder(module).is_dir()]
+        if not modules:
+            return
+        print(f"building {', '.join(modules)} (once; kept in {root})", file=sys.stderr, flush=True)
         started = time.monotonic()
-        partial = target.with_name(f".{target.name}.partial")
+        partial = root / f".{modules[0]}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        if (SOURCES / "go" / module / "main.go").exists():
-            _go(module, "build", "-ldflags", _ldflags(module), "-o", str(partial / module), ".")
-        else:
-            _go(module, "install", "-ldflags", _ldflags(module), "tool", GOBIN=str(partial))
-        for program in (MODULES | ON_REQUEST)[module]:
-            if not (partial / program).exists():
-                (partial / program).symlink_to(module)
-        partial.rename(target)
-        print(f"built {module} in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    return target
+        packages = [package for module in modules for package in _packages(module)]
+        _go(modules[0], "build", _WITHOUT_DWARF, "-ldflags", _ldflags(modules[0]), "-o", f"{partial}/", *packages)
+        for module in modules:
+            programs = (MODULES | ON_REQUEST)[module]
+            target = partial / f"{module}.programs"
+            target.mkdir()
+            for program in {module, *programs}:
+                if (partial / program).is_file():
+                    (partial / program).rename(target / program)
+            for program in programs:
+                if not (target / program).exists():
+                    (target / program).symlink_to(module)
+            target.rename(folder(module))
+        partial.rmdir()
+        print(f"built {', '.join(modules)} in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+def _packages(module: str) -> Sequence[str]:
+    return SHARED.get(module) or ["." if (_source(module) / "main.go").exists() else "tool"]
 
 
 def build_all(modules: Sequence[str]) -> None:
@@ -156,6 +198,7 @@ def build_all(modules: Sequence[str]) -> None:
             file=sys.stderr,
             flush=True,
         )
+    _build([module for module in missing if module in SHARED])
     for module in modules:
         build(module)
     if missing:

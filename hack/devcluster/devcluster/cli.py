@@ -69,8 +69,8 @@ def _tools(_: argparse.Namespace) -> int:
     return 0
 
 
-def _packages(_: argparse.Namespace) -> int:
-    preflight.install_packages()
+def _packages(arguments: argparse.Namespace) -> int:
+    preflight.install_packages(tests=arguments.tests)
     return 0
 
 
@@ -180,7 +180,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("module", nargs="*")
     command.add_argument("--where-supported", action="store_true", help="do nothing where no cluster can run")
     add("tools", _tools, "build what the tests of the Helm chart run, where there is Go")
-    add("packages", _packages, "install the Debian packages that are missing")
+    command = add("packages", _packages, "install the Debian packages that are missing")
+    command.add_argument("--tests", action="store_true", help="also what the tests need: a browser and bubblewrap")
     for name, help in (
         ("stop", "end a component until it is started again"),
         ("start", "start a component that was stopped"),

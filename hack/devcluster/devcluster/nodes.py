@@ -118,13 +118,12 @@ def _kubelet(cluster: Cluster, node: Node) -> dict[str, Any]:
         "cgroupRoot": f"/{cluster.cgroup}/{node.name}",
         "enforceNodeAllocatable": [],
         "failSwapOn": False,
-        "localStorageCapacityIsolation": False,
         "evictionHard": {"memory.available": "100Mi"},
-        # Images are put there by hand: nothing could fetch them again.
-        "imageGCHighThresholdPercent": 100,
         "makeIPTablesUtilChains": False,
         "serializeImagePulls": False,
         "maxPods": 200,
+        # The machine's disk may be fuller than that, and images are pinned.
+        "imageGCHighThresholdPercent": 100,
         # How soon a mounted Secret follows: webhooks wait for their certificates at first.
         "syncFrequency": "5s",
     }
@@ -185,7 +184,9 @@ def load(supervisor: Supervisor, node: Node, archive: Path) -> None:
     ctr = str(binaries.path_of("ctr"))
     answers = ("sh", "-c", '"$0" version >/dev/null 2>&1 && echo yes', ctr)
     wait_for(f"containerd on {node.name}", lambda: supervisor.run(*answers, node=node, check=False), 120)
-    supervisor.run(ctr, "--namespace=k8s.io", "images", "import", str(archive), node=node)
+    # Images are put there by hand, and nothing could fetch them again: a kubelet that frees disk leaves them.
+    pinned = "--label=io.cri-containerd.pinned=pinned"
+    supervisor.run(ctr, "--namespace=k8s.io", "images", "import", pinned, str(archive), node=node)
     mark.touch()
 
 

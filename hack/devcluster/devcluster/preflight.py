@@ -24,7 +24,7 @@ PACKAGES = {
     "/bin/busybox": "busybox-static",
 }
 # What tests need beside it.
-TEST_PACKAGES = {"chromium": "chromium"}
+TEST_PACKAGES = {"bwrap": "bubblewrap", "chromium": "chromium"}
 
 
 def unsupported() -> str | None:
@@ -47,8 +47,8 @@ def _missing(programs: Iterable[str] = PACKAGES) -> list[str]:
     return sorted({(PACKAGES | TEST_PACKAGES)[program] for program in programs if not there(program)})
 
 
-def install_packages() -> None:
-    missing = _missing([*PACKAGES, *TEST_PACKAGES])
+def install_packages(*, tests: bool) -> None:
+    missing = _missing([*PACKAGES, *(TEST_PACKAGES if tests else ())])
     if missing:
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         subprocess.run(["apt-get", "update", "-qq"], check=True, env=environment)

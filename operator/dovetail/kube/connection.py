@@ -6,13 +6,17 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Any
 from urllib.parse import urlencode
 
 import aiohttp
 from kubernetes.aio import client, config
+from pydantic_core import from_json
 
 from dovetail.protocol.errors import error_text
+
+SILENCE_SECONDS = 75.0  # bookmarks come every minute
 
 
 class KubeError(Exception):
@@ -103,6 +107,24 @@ async def stream(
         raise KubeError(int(error.status or 0), status_message(error.body or str(error.reason))) from error
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise KubeError(0, f"the Kubernetes API does not answer: {error_text(error)}") from error
+
+
+async def watch(
+    api: client.ApiClient, path: str, query: Mapping[str, str]
+) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
+    """Yield each change of a list after the `resourceVersion` in `query`, until the API server ends the watch. It is
+    ADDED, MODIFIED, DELETED or BOOKMARK, and the object. A bookmark has only the version. Raises KubeError."""
+    query = {"watch": "1", "allowWatchBookmarks": "true", **query}
+    async with aclosing(stream(api, path, query, silence=SILENCE_SECONDS)) as lines:
+        async for line in lines:
+            try:
+                event = from_json(line)
+                kind, thing = str(event["type"]), dict(event["object"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise KubeError(0, "the API server sent a watch event that cannot be read") from error
+            if kind == "ERROR":
+                raise KubeError(int(thing.get("code") or 0), str(thing.get("message") or "the watch failed"))
+            yield kind, thing
 
 
 def status_message(body: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dovetail.manifest.describe.crd import CLASS_PLURAL, GROUP, PLURAL, VERSION
+from dovetail.manifest.describe.crd import CLASS_PLURAL, GROUP, PLURAL, STORED_VERSION
 from dovetail.manifest.job_class import CLASS_KIND
 from dovetail.manifest.types import KIND
 
@@ -40,9 +40,9 @@ class Resource:
         return "/".join([*parts, *(p for p in (name, subresource) if p)])
 
 
-RLHFJOB = Resource(KIND, GROUP, VERSION, PLURAL)
+RLHFJOB = Resource(KIND, GROUP, STORED_VERSION, PLURAL)
 # Classes belong to no job. All are watched (`cluster/classes.py`).
-RLHFJOB_CLASS = Resource(CLASS_KIND, GROUP, VERSION, CLASS_PLURAL, watched=False)
+RLHFJOB_CLASS = Resource(CLASS_KIND, GROUP, STORED_VERSION, CLASS_PLURAL, watched=False)
 EVENT = Resource("Event", "", "v1", "events", watched=False)
 # Nodes belong to no job. Some are listed, and all are watched for notices (`cluster/notices.py`).
 NODE = Resource("Node", "", "v1", "nodes", watched=False)

@@ -15,7 +15,7 @@ from typing import Any
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError
-from dovetail.kube.owners import controller
+from dovetail.kube.owners import controller, left_by
 from dovetail.kube.resources import (
     CHILDREN,
     JOB,
@@ -52,6 +52,7 @@ from dovetail.operator.reconcile import progress, reasons
 from dovetail.operator.reconcile.children import (
     Children,
     Object,
+    deleting,
     is_true,
     label,
     live,
@@ -245,7 +246,8 @@ class Controller:
 
     async def process(self, key: Key) -> float | None:
         """Reconcile one job. Returns the seconds until it must be looked at again. Raises KubeError."""
-        document = self.store.job(key)
+        document, children = self.store.job(key), self.store.children(key)
+        await self._end_leftovers(key, children, "" if document is None else str(document["metadata"]["uid"]))
         if document is None or managed_elsewhere(document):
             self._coordinators.forget(key)
             self._mounts.forget(key)
@@ -264,7 +266,7 @@ class Controller:
         if self._uids.setdefault(key, uid) != uid:  # another job with its name
             self._forget(key)
             self._uids[key] = uid
-        children = self.store.children(key).of_job(uid)
+        children = children.of_job(uid)
         token = self._tokens.known(uid)
         planned: tuple[Any, Any] | PlanRefused = PlanRefused(reasons.NOT_PLANNED, "the job is over")
         reported, mounts, outlook, claims = None, dict[str, str](), Outlook(), set[str]()
@@ -333,6 +335,20 @@ class Controller:
         if token is None and self._tokens.known(uid) is not None and not result.apply:
             return 0.0  # the coordinator can be asked from now on
         return _sooner(later, result.requeue, GATHER_SECONDS if result.apply else None)
+
+    async def _end_leftovers(self, key: Key, things: Children, uid: str) -> None:
+        """Delete what makes pods for an earlier RLHFJob of this name. `uid` is the present one's, empty if there is
+        none. Kubernetes' garbage collector does so as well, but it misses a deletion while the definition of RLHFJobs
+        goes back to an older version, and the pods would keep their GPUs for ever. Both are read once more, because
+        `kubectl delete --cascade=orphan` first takes the owner away, and then the job."""
+        for (kind, name), thing in things.objects.items():
+            if kind not in (JOBSET.kind, JOB.kind) or deleting(thing) or not left_by(thing, key[1], uid):
+                continue
+            job = await self._client.find(KIND, *key)
+            found = await self._client.find(kind, key[0], name)
+            if found is not None and left_by(found, key[1], "" if job is None else str(job["metadata"]["uid"])):
+                await self._client.delete(kind, key[0], name, str(found["metadata"]["uid"]))
+                log("object.deleted", job="/".join(key), object=f"{kind}/{name}", reason="its RLHFJob is gone")
 
     def _forget(self, key: Key) -> None:
         """Keep nothing of a job that is gone or over. Its manifest and plan may take megabytes."""

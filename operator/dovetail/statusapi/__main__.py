@@ -17,7 +17,6 @@ from dovetail.kube.connection import KubeError
 from dovetail.protocol.http.header_deadline import SERVER_KEEP_SECONDS, HeaderDeadline
 from dovetail.protocol.process.endings import cancel
 from dovetail.statusapi import view
-from dovetail.statusapi.answer_room import AnswerRoom
 from dovetail.statusapi.api_settings import ApiSettings
 from dovetail.statusapi.app import create_app
 from dovetail.statusapi.auth import Auth
@@ -58,7 +57,6 @@ async def serve(settings: ApiSettings) -> AsyncIterator[Service]:
             Auth(kube, settings.auth_cache_seconds, settings.audiences, time.monotonic),
             coordinators,
             settings,
-            room=AnswerRoom(settings.answer_bytes, settings.user_bytes),
             clock=time.monotonic,
         )
         try:
@@ -101,14 +99,14 @@ async def watch(kube: KubeClient, coordinators: CoordinatorReader, namespaces: t
     gone. This runs until cancelled."""
     while True:
         try:
-            for namespace in namespaces or (None,):
+            for namespace in namespaces or ("",):
                 await _look(kube, coordinators, namespace)
         except KubeError as error:
             log.warning("cannot list RLHFJobs: %s", error)
         await asyncio.sleep(seconds)
 
 
-async def _look(kube: KubeClient, coordinators: CoordinatorReader, namespace: str | None) -> None:
+async def _look(kube: KubeClient, coordinators: CoordinatorReader, namespace: str) -> None:
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def ask(job: Object) -> None:

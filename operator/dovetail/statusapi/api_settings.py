@@ -16,7 +16,7 @@ class ApiSettings:
     clusters in which the API cannot reach the addresses of pods. If it is empty, these addresses are used. Every
     `watch_seconds` all running jobs are asked for their progress, so that it is known when they are done. If it is 0,
     only jobs that somebody asks about are asked. Large answers (logs, traces, the run page's) take at most
-    `answer_bytes` of memory together, and those to one user at most `user_bytes`. Times are in seconds."""
+    `answer_bytes` of memory together. Times are in seconds."""
 
     host: str = "0.0.0.0"
     port: int = 8080
@@ -31,7 +31,6 @@ class ApiSettings:
     request_seconds: float = 10.0
     streams: int = 200
     answer_bytes: int = 48 << 20
-    user_bytes: int = 24 << 20
 
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> ApiSettings:

@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dovetail.kube.connection import KubeError
 from dovetail.manifest.base import NAME_PATTERN
 from dovetail.protocol.files.run_rows import QUESTION, ROW_STAGES
-from dovetail.statusapi.answer_room import LargeResponse, TooMany
 from dovetail.statusapi.answers import IterationList, JobDetail, JobList, PodLogList, Problem
 from dovetail.statusapi.auth import Forbidden, Unauthenticated
 from dovetail.statusapi.coordinator_reader import Unreachable
+from dovetail.statusapi.fair_room import EventResponse, LargeResponse, TooMany
 from dovetail.statusapi.jobs import Large, NotFound, Service
 from dovetail.web.page_files import HEADERS, INDEX, PageFile, page_files
 
@@ -28,6 +28,8 @@ Namespace = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN, description
 Name = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN, description="The RLHFJob's name.")]
 Pod = Annotated[str, Path(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", description="A pod's name.")]
 Token = Annotated[str | None, Header(alias="Authorization", include_in_schema=False)]
+Limit = Annotated[int, Query(ge=1, le=1000, description="Most jobs to return.")]
+Rest = Annotated[str | None, Query(alias="continue", max_length=4096)]
 
 # The maximum time to read a large answer.
 SEND_SECONDS = 30.0
@@ -120,13 +122,13 @@ def _routes(app: FastAPI) -> None:
         "tags": ["rlhfjobs"],
     }
 
+    @app.get("/api/v1/rlhfjobs", operation_id="listAllJobs", summary="The jobs of all namespaces", **common)
+    async def list_all_jobs(ask: Ask, limit: Limit = 500, rest: Rest = None, token: Token = None) -> JobList:
+        return await ask.jobs(token, "", limit, rest)
+
     @app.get(base, operation_id="listJobs", summary="The jobs of a namespace", **common)
     async def list_jobs(
-        ask: Ask,
-        namespace: Namespace,
-        limit: Annotated[int, Query(ge=1, le=1000, description="Most jobs to return.")] = 500,
-        rest: Annotated[str | None, Query(alias="continue", max_length=4096)] = None,
-        token: Token = None,
+        ask: Ask, namespace: Namespace, limit: Limit = 500, rest: Rest = None, token: Token = None
     ) -> JobList:
         return await ask.jobs(token, namespace, limit, rest)
 
@@ -200,9 +202,7 @@ def _routes(app: FastAPI) -> None:
         last: Annotated[int, Header(alias="Last-Event-ID", ge=0)] = 0,
         token: Token = None,
     ) -> StreamingResponse:
-        events = await ask.stream(token, namespace, name, last)
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        return EventResponse(*await ask.stream(token, namespace, name, last))
 
     @app.get(base + "/{name}/logs", operation_id="listLogs", summary="Where the pods' logs are", **common)
     async def list_logs(ask: Ask, namespace: Namespace, name: Name, token: Token = None) -> PodLogList:

@@ -33,10 +33,17 @@ class User:
     groups: tuple[str, ...]
     extra: tuple[tuple[str, tuple[str, ...]], ...]
 
+    @property
+    def tenant(self) -> str:
+        """Who gets a share of this process: the user, or all ServiceAccounts of a namespace, because whoever may make
+        one makes many."""
+        accounts, _, name = self.name.rpartition(":")
+        return accounts if name and accounts.startswith("system:serviceaccount:") else self.name
+
 
 @dataclass(frozen=True)
 class Access:
-    """One question to RBAC."""
+    """One question to RBAC. An empty `namespace` means all."""
 
     verb: str
     namespace: str
@@ -48,7 +55,11 @@ class Access:
     def __str__(self) -> str:
         what = f"{self.resource}/{self.subresource}" if self.subresource else self.resource
         kind = f"{what}.{self.group}" if self.group else what
-        return f"{self.verb} {kind}" + (f" {self.name}" if self.name else "") + f" in namespace {self.namespace}"
+        return f"{self.verb} {kind}" + (f" {self.name}" if self.name else "") + f" in {place(self.namespace)}"
+
+
+def place(namespace: str) -> str:
+    return f"namespace {namespace}" if namespace else "all namespaces"
 
 
 class _Cache(Generic[T]):

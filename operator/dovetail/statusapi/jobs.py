@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError
 from dovetail.kube.owners import pod_of
 from dovetail.statusapi import view
-from dovetail.statusapi.answer_room import AnswerRoom, AnswerShare, TooMany
 from dovetail.statusapi.answers import IterationList, Job, JobDetail, JobList, KubeEvent, PodLog, PodLogList
 from dovetail.statusapi.api_settings import ApiSettings
-from dovetail.statusapi.auth import Access, Auth, Forbidden, Unauthenticated, User
+from dovetail.statusapi.auth import Access, Auth, Forbidden, Unauthenticated, User, place
 from dovetail.statusapi.coordinator_reader import CoordinatorReader
+from dovetail.statusapi.fair_room import FairRoom, FairShare
+from dovetail.statusapi.followed import Followed, events_of
 from dovetail.statusapi.kube import KubeClient, Object, core_path, get, jobs_path, page
 
 KEEP_ALIVE_SECONDS = 15.0
 LOG_BYTES = 4 << 20
-# The number of a job's Events that are read. An Event has about 1 KB.
-EVENTS_PAGE, EVENTS_PAGES = 500, 10
 JOBS_PAGE = 100
 # Questions of the run page whose answers hold prompts and responses.
 TEXTS = ("sample", "evaluation/")
@@ -36,12 +35,12 @@ class Large(NamedTuple):
     """An answer and its memory. The sender gives the memory back."""
 
     content: bytes
-    share: AnswerShare
+    share: FairShare
 
 
 class Service:
     """One method for each route. All raise Unauthenticated, Forbidden, NotFound or KubeError. Those of large answers
-    and of streams also raise TooMany. `room` is the memory for large answers."""
+    and of streams also raise TooMany."""
 
     def __init__(
         self,
@@ -50,18 +49,19 @@ class Service:
         coordinators: CoordinatorReader,
         settings: ApiSettings,
         *,
-        room: AnswerRoom,
         clock: Callable[[], float],
     ) -> None:
         self._kube, self._auth, self._coordinators = kube, auth, coordinators
-        self._namespaces, self._poll, self._most_streams = settings.namespaces, settings.poll_seconds, settings.streams
-        self._room, self._clock = room, clock
-        self._open: Counter[str] = Counter()  # streams by user
+        self._namespaces, self._poll, self._clock = settings.namespaces, settings.poll_seconds, clock
+        self._streams = FairRoom(settings.streams, f"{settings.streams} streams")
+        self._answers = FairRoom(settings.answer_bytes, f"{settings.answer_bytes} bytes for large answers")
+        self._followed: dict[tuple[str, str], Followed] = {}
 
     async def ready(self) -> None:
         await get(self._kube, "/version")
 
     async def jobs(self, header: str | None, namespace: str, limit: int, token: str | None) -> JobList:
+        """The jobs of a namespace, or of all if it is empty."""
         await self._allow(header, Access("list", namespace))
         items: list[Job] = []
         while len(items) < limit:
@@ -75,7 +75,8 @@ class Service:
 
     async def job(self, header: str | None, namespace: str, name: str) -> JobDetail:
         user = await self._allow(header, Access("get", namespace, name))
-        return await self._detail(user, await self._job(namespace, name))
+        job = await self._job(namespace, name)
+        return await self._detail(user, job, lambda: events_of(self._kube, job))
 
     async def iterations(
         self, header: str | None, namespace: str, name: str, stage: str | None, after: int, limit: int
@@ -102,10 +103,11 @@ class Service:
         job = await self._job(namespace, name)
         return await self._large(user, lambda share: self._coordinators.page(job, question, share.take))
 
-    async def _large(self, user: User, ask: Callable[[AnswerShare], Awaitable[bytes]]) -> Large:
-        share = self._room.share(user.name)
+    async def _large(self, user: User, ask: Callable[[FairShare], Awaitable[bytes]]) -> Large:
+        share = self._answers.share(user.tenant)
         try:
-            content = await ask(share)
+            async with share.hold():
+                content = await ask(share)
         except BaseException:
             share.leave()
             raise
@@ -160,43 +162,38 @@ class Service:
             raise NotFound(f"pod {pod} is not one of job {name}'s")
         query = {"tailLines": str(lines), "limitBytes": str(LOG_BYTES)} | ({"previous": "true"} if previous else {})
 
-        async def read(share: AnswerShare) -> bytes:
+        async def read(share: FairShare) -> bytes:
             share.take(LOG_BYTES)  # the length of the log is unknown
             return await self._kube.request("GET", f"{path}/log", query)
 
         return await self._large(user, read)
 
-    async def stream(self, header: str | None, namespace: str, name: str, after: int) -> AsyncIterator[str]:
-        """Server-sent events. The user's right is checked before the first event and before each later one."""
+    async def stream(
+        self, header: str | None, namespace: str, name: str, after: int
+    ) -> tuple[AsyncIterator[str], FairShare]:
+        """Server-sent events, with their place among the streams. The sender gives it back. The user's right is checked
+        before the first event and before each later one."""
         user = await self._allow(header, Access("get", namespace, name))
         await self._job(namespace, name)
-        each = max(1, self._most_streams // 2)  # so that nobody takes all
-        if self._open[user.name] >= each:
-            raise TooMany(f"you have {each} streams open already; close one, then ask again")
-        if self.streams >= self._most_streams:
-            raise TooMany(f"{self._most_streams} streams are open already; try again later")
-        return self._stream(header, namespace, name, after, user.name)
+        share = self._streams.share(user.tenant)
+        share.take(1)
+        return self._stream(header, namespace, name, after), share
 
-    @property
-    def streams(self) -> int:
-        """The number of open streams."""
-        return self._open.total()
-
-    async def _stream(
-        self, header: str | None, namespace: str, name: str, after: int, opener: str
-    ) -> AsyncIterator[str]:
-        self._open[opener] += 1
+    async def _stream(self, header: str | None, namespace: str, name: str, after: int) -> AsyncIterator[str]:
         said, spoke = "", self._clock()
-        try:
+        async with self._follow(namespace, name) as followed:
             while True:
                 try:
                     user = await self._allow(header, Access("get", namespace, name))
-                    job = await self._job(namespace, name)
-                    detail = await self._detail(user, job)
+                    job = await followed.job()
+                    detail = await self._detail(user, job, followed.events)
                 except (NotFound, Unauthenticated, Forbidden) as error:
                     yield _event("end", json.dumps({"reason": str(error)}))
                     return
                 except KubeError as error:
+                    if error.status == 404:
+                        yield _event("end", json.dumps({"reason": _missing(namespace, name)}))
+                        return
                     if self._clock() - spoke >= KEEP_ALIVE_SECONDS:
                         yield f": {' '.join(str(error).split())}\n\n"
                         spoke = self._clock()
@@ -220,16 +217,27 @@ class Service:
                     yield ": still here\n\n"
                     spoke = self._clock()
                 await asyncio.sleep(self._poll)
+
+    @asynccontextmanager
+    async def _follow(self, namespace: str, name: str) -> AsyncIterator[Followed]:
+        key = (namespace, name)
+        if key not in self._followed:
+            self._followed[key] = Followed(self._kube, namespace, name, self._poll)
+        followed = self._followed[key]
+        followed.streams += 1
+        try:
+            yield followed
         finally:
-            self._open[opener] -= 1
-            if self._open[opener] <= 0:
-                del self._open[opener]
+            followed.streams -= 1
+            if not followed.streams:
+                del self._followed[key]
+                await followed.close()
 
     async def _allow(self, header: str | None, access: Access) -> User:
         user = await self._auth.user(header)
         await self._auth.require(user, access)
         if self._namespaces and access.namespace not in self._namespaces:
-            raise NotFound(f"jobs in namespace {access.namespace} are not shown here")
+            raise NotFound(f"jobs in {place(access.namespace)} are not shown here")
         return user
 
     async def _job(self, namespace: str, name: str) -> Object:
@@ -237,29 +245,17 @@ class Service:
             return await get(self._kube, jobs_path(namespace, name))
         except KubeError as error:
             if error.status == 404:
-                raise NotFound(f"there is no RLHFJob {name} in namespace {namespace}") from error
+                raise NotFound(_missing(namespace, name)) from error
             raise
 
-    async def _events(self, namespace: str, selector: str) -> list[KubeEvent]:
-        """The newest Events. A namespace may have any number of them."""
-        newest: list[KubeEvent] = []
-        query = {"fieldSelector": selector}
-        for _ in range(EVENTS_PAGES):
-            found = await page(self._kube, core_path(namespace, "events"), query, EVENTS_PAGE)
-            newest = view.newest([*newest, *view.kube_events(found)])
-            rest = (found.get("metadata") or {}).get("continue")
-            if not rest:
-                break
-            query["continue"] = rest
-        return newest
-
-    async def _detail(self, user: User, job: Object) -> JobDetail:
+    async def _detail(
+        self, user: User, job: Object, read_events: Callable[[], Awaitable[list[KubeEvent]]]
+    ) -> JobDetail:
         namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
         status = view.status_of(job)
         events = None
         if await self._auth.may(user, Access("list", namespace, group="", resource="events")):
-            selector = f"involvedObject.kind=RLHFJob,involvedObject.uid={job['metadata']['uid']}"
-            events = await self._events(namespace, selector)
+            events = await read_events()
         return JobDetail(
             **view.job_line(job).model_dump(),
             status=status,
@@ -268,6 +264,10 @@ class Service:
             events=events,
             links=view.links(namespace, name),
         )
+
+
+def _missing(namespace: str, name: str) -> str:
+    return f"there is no RLHFJob {name} in namespace {namespace}"
 
 
 def _event(kind: str, data: str, number: int | None = None) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 from urllib.parse import quote
 
-from dovetail.kube.connection import connect, request
-from dovetail.manifest.describe.crd import GROUP, PLURAL, VERSION
+from dovetail.kube.connection import connect, request, watch
+from dovetail.manifest.describe.crd import GROUP, PLURAL, STORED_VERSION
 
 Object = dict[str, Any]
 PAGE_BYTES = 4 << 20  # JSON takes up to 25 times as much memory
@@ -31,6 +32,9 @@ class KubeClient:
     ) -> bytes:
         return await request(self._api, method, path, query, body, seconds=self._timeout, accept="*/*")
 
+    def watch(self, path: str, query: dict[str, str]) -> AsyncGenerator[tuple[str, Object], None]:
+        return watch(self._api, path, query)
+
 
 async def get(kube: KubeClient, path: str, query: dict[str, str] | None = None) -> Object:
     return dict(json.loads(await kube.request("GET", path, query)))
@@ -50,10 +54,10 @@ async def create(kube: KubeClient, path: str, body: Object) -> Object:
     return dict(json.loads(await kube.request("POST", path, None, body)))
 
 
-def jobs_path(namespace: str | None, name: str = "") -> str:
-    """The path of all RLHFJobs if `namespace` is None, of those of a namespace, or of one."""
-    space = f"/namespaces/{quote(namespace, safe='')}" if namespace is not None else ""
-    path = f"/apis/{GROUP}/{VERSION}{space}/{PLURAL}"
+def jobs_path(namespace: str, name: str = "") -> str:
+    """The path of all RLHFJobs if `namespace` is empty, of those of a namespace, or of one."""
+    space = f"/namespaces/{quote(namespace, safe='')}" if namespace else ""
+    path = f"/apis/{GROUP}/{STORED_VERSION}{space}/{PLURAL}"
     return f"{path}/{quote(name, safe='')}" if name else path
 
 

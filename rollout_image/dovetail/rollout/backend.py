@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from dovetail.manifest.callables import load_callable
 from dovetail.manifest.types import Group, RLHFJob
-from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.env import ACTOR_CONFIG, ProcessEnv
 
 # This variable names a backend other than vLLM, as module:class.
 VARIABLE = "DOVETAIL_ROLLOUT_BACKEND"
@@ -39,7 +39,7 @@ class ServerPlan:
     @property
     def model(self) -> Path:
         """The folder of the actor's config.json. It holds no weights, because these come from the trainers."""
-        return self.env.run_dir / "models" / "actor-config"
+        return self.env.run_dir / ACTOR_CONFIG
 
 
 class RolloutBackend(Protocol):

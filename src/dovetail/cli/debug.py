@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +33,12 @@ def debug() -> None:
     type=click.Path(path_type=Path, file_okay=False),
     help="Keep the replay's logs and weights in this folder.  [default: a temporary folder, kept on a difference]",
 )
-def replay(run_dir: Path, iteration: int, keep: Path | None) -> None:
+@click.option(
+    "--session",
+    metavar="PROMPT/SAMPLE",
+    help="Play this episode of the iteration again in place of its training, such as 3/0 (spec.sessions).",
+)
+def replay(run_dir: Path, iteration: int, keep: Path | None, session: str | None) -> None:
     """Run a stored iteration again, and compare the weights with those of the run.
 
     The trainer ranks load the last checkpoint before the iteration. They train on the stored batches, up to the next
@@ -41,14 +48,22 @@ def replay(run_dir: Path, iteration: int, keep: Path | None) -> None:
     The exit code is 0 if the weights are the same bits, and 1 if they are not. Then the first metric and the first
     tensor that differ are named.
 
+    With --session one episode is played again. No environment and no agent is asked, because the store has what they
+    said. Each turn's prompt is made again from it, and the turn is drawn again by a vLLM server with the weights of the
+    episode. On GPUs this needs spec.generation.batchInvariant, because tokens depend on the batch without it.
+
     \b
       dovetail debug replay runs/quickstart --iteration 11
+      dovetail debug replay runs/agent --iteration 11 --session 3/0
     """
     require("dovetail debug replay", ["coordinator", "trainer"])
     from dovetail.tools.replay import first_difference, read_replay, run_replay
 
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UsageError(f"--keep {keep} is not empty, and the replay would write into it; name a new folder")
+    if session is not None:
+        _replay_episode(run_dir, iteration, session, keep)
+        return
     found = read_replay(run_dir, iteration)
     section, ranks = found.section, found.plan.world_size
     start = f"checkpoint {section.first - 1}" if section.first > 1 else "the beginning of PPO"
@@ -58,21 +73,39 @@ def replay(run_dir: Path, iteration: int, keep: Path | None) -> None:
         else f"iterations {section.first} to {section.last}"
     )
     click.echo(f"Replaying {span} from {start} on {ranks} trainer rank{'s' if ranks > 1 else ''}.")
+    with _folder(keep) as folder:
+        outcome = run_replay(found, folder, click.echo)
+        changed = [i for i, metrics in outcome.metrics.items() if first_difference(found.metrics[i], metrics)]
+        if section.target is None:
+            problem = f"the metrics of iteration {changed[0]} are not those of the run" if changed else ""
+            result = "The metrics are those of the run. It kept no weights after this iteration to compare with."
+        else:
+            tensors, differences = compared(found.run_dir, outcome.folder, section.target, found.models)
+            problem = different(section.last, section.target, tensors, differences)
+            weights = f"The weights after iteration {section.last} are those of {section.target}"
+            result = f"{weights}, bit for bit: {tensors} tensors."
+        if problem:
+            raise RunError(f"{problem} (logs and weights: {folder})")
+        click.echo(result)
+
+
+def _replay_episode(run_dir: Path, iteration: int, session: str, keep: Path | None) -> None:
+    from dovetail.coordinator.store.samples import Key
+    from dovetail.tools.episode_replay import kept_episode, replay_episode
+
+    if (place := re.fullmatch(r"(\d+)/(\d+)", session)) is None:
+        raise UsageError(f"--session is {session}; it takes the numbers of prompt and sample, such as 3/0")
+    kept = kept_episode(run_dir, Key(iteration, int(place[1]), int(place[2])))
+    with _folder(keep) as folder:
+        replay_episode(run_dir, kept, folder / "logs" / "vllm.log", click.echo)
+        click.echo(f"Episode {session} of iteration {iteration} is that of the run: {len(kept.requests)} turns.")
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    """Where a replay writes. A temporary folder is deleted if nothing is raised."""
     folder = (keep or Path(tempfile.mkdtemp(prefix="dovetail-replay-"))).resolve()
-    outcome = run_replay(found, folder, click.echo)
-    changed = [i for i, metrics in outcome.metrics.items() if first_difference(found.metrics[i], metrics)]
-    if section.target is None:
-        problem = f"the metrics of iteration {changed[0]} are not those of the run" if changed else ""
-        result = "The metrics are those of the run. It kept no weights after this iteration to compare with."
-    else:
-        tensors, differences = compared(found.run_dir, outcome.folder, section.target, found.models)
-        problem = different(section.last, section.target, tensors, differences)
-        result = (
-            f"The weights after iteration {section.last} are those of {section.target}, bit for bit: {tensors} tensors."
-        )
-    if problem:
-        raise RunError(f"{problem} (logs and weights: {folder})")
-    click.echo(result)
+    yield folder
     if keep is None:
         shutil.rmtree(folder, ignore_errors=True)
 

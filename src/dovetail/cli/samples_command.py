@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from dovetail.cli.job_arguments import run_dir_argument
-from dovetail.coordinator.reporting.sample_texts import described, read
+from dovetail.coordinator.reporting.sample_texts import described, read, session_lines
 from dovetail.protocol.errors import UsageError
 from dovetail.protocol.files.run_rows import ORDERS, choose
 
@@ -36,6 +36,11 @@ from dovetail.protocol.files.run_rows import ORDERS, choose
 @click.option("--ascending", is_flag=True, help="With --sort: the lowest first.")
 @click.option("--grep", metavar="REGEX", help="Only samples whose prompt or response contains this regular expression.")
 @click.option(
+    "--session",
+    metavar="PROMPT/SAMPLE",
+    help="Only this episode, turn by turn, such as 3/0 (spec.sessions).",
+)
+@click.option(
     "-n", "--limit", type=click.IntRange(1), default=10, show_default=True, help="Show at most this many samples."
 )
 @click.option("--all", "everything", is_flag=True, help="Show all of them.")
@@ -47,6 +52,7 @@ def samples(
     order: str | None,
     ascending: bool,
     grep: str | None,
+    session: str | None,
     limit: int,
     everything: bool,
     as_json: bool,
@@ -66,9 +72,15 @@ def samples(
         pattern = None if grep is None else re.compile(grep)
     except re.error as error:
         raise UsageError(f"--grep is not a regular expression: {error}") from error
-    found = choose(read(run_dir, iterations, evaluation=evaluation), order, ascending, pattern)
+    rows = read(run_dir, iterations, evaluation=evaluation)
+    if session is not None:
+        rows = [row for row in rows if f"{row['prompt_index']}/{row['sample_index']}" == session]
+        if not rows:
+            raise UsageError(f"there is no episode {session} in it; --session takes the numbers of prompt and sample")
+    found = choose(rows, order, ascending, pattern)
+    text = described if session is None else session_lines
     shown = found if everything else found[:limit]
     for row in shown:
-        click.echo(json.dumps(row, ensure_ascii=False) if as_json else "\n".join(described(row)) + "\n")
+        click.echo(json.dumps(row, ensure_ascii=False) if as_json else "\n".join(text(row)) + "\n")
     if not as_json:
         click.echo(f"{len(shown)} of {len(found)} samples." + (" --all shows all." if len(shown) < len(found) else ""))

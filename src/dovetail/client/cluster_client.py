@@ -15,6 +15,7 @@ from pydantic.alias_generators import to_camel
 
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.documents import ManifestError, parse, read_yaml
+from dovetail.manifest.types import STORED_API_VERSION
 from dovetail.protocol.errors import error_text
 from dovetail.protocol.files.run_rows import ORDERS, choose
 from dovetail.protocol.process.extras import import_error
@@ -123,7 +124,7 @@ class Cluster:
         self._api = _Service(
             "the status API", "api", api, f"/api/v1/namespaces/{namespace}/rlhfjobs", api_token, verify
         )
-        path = f"/apis/dovetail.dev/v1alpha1/namespaces/{namespace}/rlhfjobs"
+        path = f"/apis/{STORED_API_VERSION}/namespaces/{namespace}/rlhfjobs"
         self._kube = _Service("the Kubernetes API", "kubernetes", kubernetes, path, kubernetes_token, verify)
 
     def __enter__(self) -> Cluster:
@@ -148,7 +149,7 @@ class Cluster:
         job = parse(document)
         if errors := check(job.spec):
             raise ManifestError(errors)
-        self._kube.ask("POST", "", json=document)
+        self._kube.ask("POST", "", json={**document, "apiVersion": STORED_API_VERSION})
         return job.metadata.name
 
     def cancel(self, name: str) -> None:

@@ -48,7 +48,6 @@ def scan(
     profiles: Sequence[StageProfile],
     thresholds: Iterable[int | None],
     max_tokens: int | None = None,
-    early: bool = True,
     roomy: Iterable[bool] = (),
 ) -> list[StagePrediction]:
     """Simulates one iteration of N samples with each of several thresholds. Returns the predictions in their order. The
@@ -56,10 +55,9 @@ def scan(
 
     `lengths` (N,), `prompt_lengths` (N,): tokens. `profiles`: one for each instance. `thresholds`: the number of
     unfinished samples at which these migrate. 0: none migrates. None: inference follows generation. `max_tokens`: the
-    most tokens of a response. The KV cache keeps room for them. By default it is the longest of `lengths`. `early`: an
-    instance that has nothing left to generate scores at once, also before the threshold. If it is False, scoring begins
-    at the threshold, as in the paper. `roomy`: for each threshold, whether the destinations take all samples that they
-    have room for (`StageProfile.roomy`). By default they do not.
+    most tokens of a response. The KV cache keeps room for them. By default it is the longest of `lengths`. `roomy`: for
+    each threshold, whether the destinations take all samples that they have room for (`StageProfile.roomy`). By default
+    they do not.
 
     Raises ProfileError for numbers that are impossible."""
     thresholds = list(thresholds)
@@ -74,15 +72,14 @@ def scan(
         base.run(remaining)
         started[remaining] = base.copy()
     base.run(0)
-    serial = _inference(base, None, early)
+    serial = _inference(base, fused=False)
     results = []
     for threshold, with_room in zip(thresholds, wide, strict=True):
         decode, scored, plan = base, serial, None
         if threshold is not None:
             decode = started[threshold].copy()
-            begun = decode.now
             plan = gather(decode, threshold, longest, [p.roomy() for p in profiles] if with_room else None)
-            scored = _inference(decode, begun, early)
+            scored = _inference(decode, fused=True)
         ends, (end, scoring) = sorted(decode.end), scored
         results.append(
             StagePrediction(
@@ -132,22 +129,21 @@ def _gathered(decode: Decode, longest: int, destinations: Sequence[StageProfile]
     return None
 
 
-def _inference(decode: Decode, begun: float | None, early: bool) -> tuple[float, list[float]]:
+def _inference(decode: Decode, fused: bool) -> tuple[float, list[float]]:
     """Simulates scoring on the instances that are free. Finished samples are scored, and the parts of unfinished ones
     that are generated so far. Returns when all is done, and how long each instance was busy with it.
 
-    `begun`: when the tail gathered. From then on an instance is free once it has nothing left to generate. None:
-    scoring begins after generation."""
+    `fused`: an instance is free once it has nothing left to generate. Otherwise scoring begins after generation."""
     generated = max(decode.end)
-    free = {}
-    for i, profile in enumerate(decode.profiles):
-        idle = decode.idle_at[i] if early else max(begun or 0.0, decode.idle_at[i])
-        free[i] = (generated if begun is None else idle) + profile.swap_in_seconds
+    free = {
+        i: (decode.idle_at[i] if fused else generated) + profile.swap_in_seconds
+        for i, profile in enumerate(decode.profiles)
+    }
     scorers = [
         SimulatedScorer("", (i,), _batch_seconds(p), least=p.batch_tokens) for i, p in enumerate(decode.profiles)
     ]
     end, busy = generated, [0.0] * len(decode.profiles)
-    for each in score(scorers, _parts(decode, None if begun is None else min(free.values())), free):
+    for each in score(scorers, _parts(decode, min(free.values()) if fused else None), free):
         profile = decode.profiles[each.scorer]
         busy[each.scorer] = (busy[each.scorer] or profile.swap_in_seconds + profile.swap_out_seconds) + each.seconds
         end = max(end, each.scored)

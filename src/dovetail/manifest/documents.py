@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from dovetail.manifest.type_descriptions import describe, expected, model_in, named
-from dovetail.manifest.types import API_VERSION, KIND, RLHFJob
+from dovetail.manifest.types import API_VERSION, API_VERSIONS, KIND, RLHFJob
 
 _MAX_BYTES = 4 * 1024 * 1024
 # The maximum number of values of a document, including those that its aliases stand for. The largest of our examples
@@ -216,10 +216,10 @@ def parse(data: Any) -> RLHFJob:
     """An RLHFJob from plain YAML or JSON data. Its fields are checked one by one. Raises ManifestError."""
     if not isinstance(data, dict):
         raise ManifestError([f"The manifest must be a mapping that starts with `apiVersion: {API_VERSION}`."])
-    for key, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
-        if data.get(key) != wanted:
+    for key, allowed in (("apiVersion", API_VERSIONS), ("kind", (KIND,))):
+        if data.get(key) not in allowed:
             given = f"it is {_show(data[key])}" if key in data else "it is missing"
-            raise ManifestError([f"{key} must be {wanted}; {given}."])
+            raise ManifestError([f"{key} must be {' or '.join(allowed)}; {given}."])
     try:
         # JSON mode is strict about types but takes enumerations by value.
         return RLHFJob.model_validate_json(

@@ -14,7 +14,7 @@ from dovetail.manifest.base import FIELD_PATTERN, Model, Name, ObjectMeta, Objec
 from dovetail.manifest.checks.rules.pod_rules import template_errors
 from dovetail.manifest.documents import ManifestError, dotted
 from dovetail.manifest.merge import MERGE_KEYS, merge
-from dovetail.manifest.types import API_VERSION, Group, RLHFJob, RLHFJobSpec, Role
+from dovetail.manifest.types import API_VERSION, API_VERSIONS, ApiVersion, Group, RLHFJob, RLHFJobSpec, Role
 
 CLASS_KIND = "RLHFJobClass"
 _CONTAINERS = ("containers", "initContainers", "ephemeralContainers")
@@ -83,7 +83,7 @@ class RLHFJobClass(Model):
     """What an administrator gives to the pods of some jobs, and what these jobs may name. It belongs to no
     namespace."""
 
-    api_version: Literal["dovetail.dev/v1alpha1"] = Field(description="dovetail.dev/v1alpha1")
+    api_version: ApiVersion = Field(description="The version of the API. Both have the same fields.")
     kind: Literal["RLHFJobClass"] = Field(description="RLHFJobClass")
     metadata: ObjectMeta = Field(description="Standard object metadata.")
     spec: RLHFJobClassSpec = Field(
@@ -243,9 +243,10 @@ def _images(pod: Any) -> Iterator[str]:
 
 def parse_class(document: Any) -> RLHFJobClass:
     """An RLHFJobClass from plain YAML or JSON data. Raises ManifestError."""
-    if not isinstance(document, dict) or (document.get("apiVersion"), document.get("kind")) != (
-        API_VERSION,
-        CLASS_KIND,
+    if (
+        not isinstance(document, dict)
+        or document.get("apiVersion") not in API_VERSIONS
+        or document.get("kind") != CLASS_KIND
     ):
         raise ManifestError([f"The class must be a mapping with apiVersion: {API_VERSION} and kind: {CLASS_KIND}."])
     known = {key: value for key, value in document.items() if key in ("apiVersion", "kind", "metadata", "spec")}

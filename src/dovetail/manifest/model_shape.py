@@ -170,16 +170,16 @@ class ModelShape:
 
     @lru_cache(maxsize=4096)  # noqa: B019  the search of a placement asks for it a hundred thousand times
     def layer_parameters(self, tp: int = 1) -> int:
-        """The parameters of a block on one of `tp` tensor-parallel ranks: a part of the linear layers, and all
-        norms."""
+        """The parameters of a block on one of `tp` tensor-parallel ranks: a part of the linear layers, and all norms.
+        vLLM also shares the inner width of the experts. Trainers don't share layers with experts (`split_problem`)."""
         family = MODEL_FAMILIES[self.family]
         linear = sum(each.share * each.parameters(tp) for each in self.linears)
         widths = {"head": self.head_dim, "hidden": self.hidden, "queries": self.queries, "keys": self.keys}
-        widths |= dict(self.sums)
+        widths |= {"inner": self.intermediate, **dict(self.sums)}
         norms = family.norms * family.norm_vectors * self.hidden
         of_heads = self.full * sum(widths[w] for w in family.head_norms.values())
         vectors = (1 - self.full) * sum(widths[w] for w in family.vectors.values())
-        return math.ceil(linear + norms + of_heads + vectors + self.heads * family.sinks + _expert_parameters(self))
+        return math.ceil(linear + norms + of_heads + vectors + self.heads * family.sinks + _expert_parameters(self, tp))
 
     def embedding_parameters(self, tp: int = 1) -> int:
         """The parameters before the first block, on one of `tp` tensor-parallel ranks."""
@@ -277,12 +277,13 @@ def _head(config: Mapping[str, Any], family: ModelFamily, usual: int) -> int:
     return int(config.get("head_dim") or family.head_dim or usual)
 
 
-def _expert_parameters(shape: ModelShape) -> float:
-    """The parameters of all experts of one block and of their router, as the mean of all blocks."""
+def _expert_parameters(shape: ModelShape, tp: int = 1) -> float:
+    """The parameters of all experts of one block and of their router on one of `tp` ranks, as the mean of all
+    blocks."""
     experts = MODEL_FAMILIES[shape.family].experts
     if experts is None:
         return 0
-    one = 3 * shape.hidden * shape.intermediate + experts.bias * (2 * shape.intermediate + shape.hidden)
+    one = (3 * shape.hidden + 2 * experts.bias) * shape.intermediate / tp + experts.bias * shape.hidden
     return shape.sparse * shape.experts * (one + shape.hidden + experts.bias)
 
 

@@ -443,14 +443,21 @@ class SessionEnvironment(Model):
 
 
 class SessionAgent(Model):
-    """A program that plays an episode: it asks for the model's turns, and has tools of its own."""
+    """A program that plays an episode: it asks for the model's turns, and has tools of its own. Give exactly one of
+    command and url."""
 
-    command: list[Annotated[str, Field(max_length=2048)]] = Field(
+    command: list[Annotated[str, Field(max_length=2048)]] | None = Field(
+        default=None,
         min_length=1,
         max_length=64,
         description="The program and its arguments. It is started once for each episode, in models.reward.importPath "
         "or the folder of the job. It gets the prompt's record as JSON on its input, and asks at OPENAI_BASE_URL with "
         "OPENAI_API_KEY.",
+    )
+    url: Annotated[str, WHEN_RESUMED, Field(min_length=1, max_length=2048, pattern=URL_PATTERN)] | None = Field(
+        default=None,
+        description="Where a service has the agent, such as http://agents:8000. It is asked to play each episode, and "
+        "gets the prompt's record and where to ask for turns (environments.md).",
     )
     timeout_seconds: Annotated[PositiveFloat, WHEN_RESUMED] = Field(
         default=600.0,
@@ -480,6 +487,12 @@ class Sessions(Model):
         "can say whether it was made. Repeatable: it is made again. AtMostOnce: the episode is given up and played "
         "again in a new environment. Auto: Repeatable for a function, whose state is its object, and AtMostOnce for a "
         "url.",
+    )
+    max_concurrent: Annotated[PositiveInt | None, WHEN_RESUMED] = Field(
+        default=None,
+        description="Most episodes that are played at once, of all iterations together. Results do not depend on it. "
+        "null: 16 for each CPU core of the coordinator with an agent's command, which is a process for each episode; "
+        "else all.",
     )
     on_failure: Literal["Discard", "Zero"] = Field(
         default="Zero",

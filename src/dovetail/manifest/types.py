@@ -1,10 +1,10 @@
-"""The RLHFJob resource, `dovetail.dev/v1alpha1`. It is the only source of the CRD, the JSON schema, `dovetail explain`
-and the reference page. Field names are camelCase on the wire and snake_case in Python."""
+"""The RLHFJob resource of `dovetail.dev`. It is the only source of the CRD, the JSON schema, `dovetail explain` and the
+reference page. Field names are camelCase on the wire and snake_case in Python."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -39,7 +39,11 @@ from dovetail.manifest.training_types import (
     Supervised,
 )
 
-API_VERSION = "dovetail.dev/v1alpha1"
+# All versions have the same fields. The first is what we write for users. The API server stores the last, which every
+# release serves, so programs ask for that one.
+ApiVersion = Literal["dovetail.dev/v1beta1", "dovetail.dev/v1alpha1"]
+API_VERSIONS: tuple[str, ...] = get_args(ApiVersion)
+API_VERSION, STORED_API_VERSION = API_VERSIONS[0], API_VERSIONS[-1]
 KIND = "RLHFJob"
 
 
@@ -896,7 +900,7 @@ class RLHFJobSpec(Model):
 class RLHFJob(Model):
     """An RLHF training job: SFT, reward model and PPO, or SFT and DPO, from one manifest."""
 
-    api_version: Literal["dovetail.dev/v1alpha1"] = Field(description="dovetail.dev/v1alpha1")
+    api_version: ApiVersion = Field(description="The version of the API. Both have the same fields.")
     kind: Literal["RLHFJob"] = Field(description="RLHFJob")
     metadata: ObjectMeta = Field(description="Standard object metadata.")
     spec: RLHFJobSpec = Field(description="What to train, on what, with what.")

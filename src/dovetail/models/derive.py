@@ -56,7 +56,7 @@ _SIZES = {
 # The fields with the number of experts that every token gets.
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 # The fields that say which layers have experts (`ModelFamily.dense_layers`).
-_PATTERN = ("first_k_dense_replace", "num_dense_layers", "decoder_sparse_step")
+_PATTERN = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "decoder_sparse_step")
 _COUNTS = {
     "count": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "chosen": ("num_experts_per_tok", "moe_k"),
@@ -65,7 +65,12 @@ _INNER = ("intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_inter
 _LAYERS = 12
 # Fields of published models where the defaults of transformers' class are those of another kind: Granite 4 without
 # Mamba's layers and experts.
-_PUBLISHED = {
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "sliding_window": None}
+    | {"first_k_dense_replace": 1, "norm_topk_prob": True, "num_key_value_heads": 32},
+    "granitemoeshared": {"shared_intermediate_size": 1024},
+    "laguna": {"layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 10},
+    "mellum": {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 7},
     "granitemoehybrid": {
         "layer_types": ["full_attention"] * 32,
         "num_local_experts": 0,
@@ -90,6 +95,8 @@ _ONLY_KNOWN: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"served": ("first_k_dense_replace",)},
     "hy_v3": {"served": ("expert_hidden_dim", "route_norm", "first_k_dense_replace")},
     "minimax_m2": {"served": ("rotary_dim", "scoring_func")},
+    # Its last norm is used before the layers too.
+    "nanochat": {"entry": ("norm",)},
 }
 
 
@@ -112,9 +119,11 @@ def resized(config: Any, layers: int, **sizes: Any) -> Any:
         fields["head_dim"] = fields["qk_rope_head_dim"]
     if "mamba_d_head" in known:  # its heads must fill a multiple of the hidden states
         fields |= {"mamba_n_heads": 8, "mamba_d_head": "auto"}
+    if set(known.get("num_attention_heads_per_layer") or ()) == {known.get("num_attention_heads")}:
+        del fields["num_attention_heads_per_layer"]
     before = known["num_hidden_layers"]
     for name, value in known.items():  # one entry for each layer
-        if isinstance(value, list) and len(value) == before and "layer" in name:
+        if name in fields and isinstance(value, list) and len(value) == before and "layer" in name:
             fields[name] = (value * (layers // before + 1))[:layers]
     return type(config).from_dict(fields)
 
@@ -155,9 +164,10 @@ def derive_family(config: Any) -> ModelFamily:
     if head.bias is not None:
         raise ModelError(f"the vocabulary projection of {kind} models has a bias, which stages do not compute")
     saved = {n for each in body.layers for n in each.state_dict()}
-    # Scratch models get zeros for biases; what else a buffer holds is known to transformers alone.
+    # Scratch models get zeros for biases. Single numbers begin as those of transformers.
+    single = {n for each in body.layers for n, t in each.state_dict().items() if t.numel() == 1}
     buffers = {n for each in body.layers for n, _ in each.named_buffers()}
-    if odd := sorted(n for n in buffers if n not in saved or not n.endswith("bias")):
+    if odd := sorted(n for n in buffers - single if n not in saved or not n.endswith("bias")):
         raise ModelError(f"the layers of {kind} models hold {odd[0]} beside their weights, which stages do not restore")
     experts = _experts(layer, small, kind)
     linears, inner, experts = _linears(plain, layer, plain_layer, linear_layer, small, experts)
@@ -186,7 +196,8 @@ def derive_family(config: Any) -> ModelFamily:
     norm: Any = parts[norms[0]]
     heads = {n.rpartition(".")[2]: m for n, m in layer.named_modules() if _is_norm(m) and "." in n}
     widths: dict[int, Width] = {small.hidden_size: "hidden", **_head_widths(small), **_sums(small)}
-    facts: dict[str, Any] = {"saved_head": head_name, **_ONLY_KNOWN.get(kind, {}), "experts": experts}
+    widths |= {getattr(small, inner): "inner"}
+    facts: dict[str, Any] = {"saved_head": head_name, "entry": entry} | _ONLY_KNOWN.get(kind, {}) | {"experts": experts}
     defaults = {name: known[name] for name in sizes}
     if plain_layer is not None and not set(_PATTERN) & set(known):  # their mlp_layer_types say it
         defaults["first_k_dense_replace"] = plain.mlp_layer_types.count("dense")
@@ -205,7 +216,6 @@ def derive_family(config: Any) -> ModelFamily:
         head_dim=fixed.get("head_dim"),
         body=path,
         embedding=embedding,
-        entry=entry,
         exits=(*norms, *ends),
         norm_vectors=len(list(norm.parameters())),
         head_norms={n: widths[m.weight.numel()] for n, m in heads.items() if list(m.parameters())},
@@ -220,6 +230,7 @@ def derive_family(config: Any) -> ModelFamily:
         logit_factor=next((n for n in ("logit_scale", "logits_scaling") if n in known), None),
         sinks=any(n.endswith("sinks") for n, _ in layer.named_parameters()),
         vectors=vectors,
+        single=_begun(small, path, single) if single else {},
         bounded_scores=known.get("attn_logit_softcapping") is not None,
         **facts,
     )
@@ -268,7 +279,7 @@ def _is_norm(module: nn.Module | None) -> bool:
 
 def _ends(parts: Mapping[str, nn.Module], kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The parts of the body before and after the layers, besides embedding, norms and rotary positions."""
-    others = [n for n, part in parts.items() if n != "rotary_emb" and not isinstance(part, nn.Dropout)]
+    others = [n for n, part in parts.items() if not n.startswith("rotary_emb") and not isinstance(part, nn.Dropout)]
     known = {"embed_positions": 0, "project_in": 0, "project_out": 1}  # OPT's, in the order of use
     if unknown := sorted(set(others) - set(known)):
         raise ModelError(f"{kind} models have a part {unknown[0]!r} beside their layers, which stages do not compute")
@@ -363,6 +374,15 @@ def _head_widths(config: Any) -> dict[int, Width]:
     return {size: "head", keys * size: "keys", queries * size: "queries"}
 
 
+def _begun(config: Any, path: str, names: set[str]) -> dict[str, float]:
+    """The values with which transformers begins parts of the layers that are one number."""
+    from transformers import AutoModelForCausalLM
+
+    layers: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).get_submodule(path).layers
+    found = {n: t for layer in layers for n, t in layer.state_dict().items()}
+    return {name: round(float(found[name]), 7) for name in sorted(names)}
+
+
 def _linears(
     plain: Any,
     layer: nn.Module,
@@ -388,11 +408,12 @@ def _linears(
                 found.append((name, module, layers if beside else usual))  # type: ignore[arg-type]
     biases = dict(_biases(plain))
     plan = getattr(config, "base_model_tp_plan", None) or {}
-    fields = {getattr(config, n): n for n in _INNER if hasattr(config, n)}
+    sums = _sums(config)
+    fields = {getattr(config, n): n for n in _INNER if hasattr(config, n) and getattr(config, n) not in sums}
     heads = {name: value for value, name in _head_widths(config).items()}
     queries, keys = heads["queries"], heads.get("keys", heads["queries"])
     inner = "" if experts is None else experts.inner
-    shared, sums = _shared(config) if experts is not None else {}, _sums(config)
+    shared = _shared(config) if experts is not None else {}
     placed = []
     for name, module, layers in found:
         leaf, (outputs, inputs) = name.rpartition(".")[2], module.weight.shape
@@ -440,6 +461,8 @@ def _sums(config: Any) -> dict[int, Width]:
     known = config.to_dict()
     if "kv_lora_rank" in known:
         return {width_of(name, known): name for name in (*names, *both)}
+    if known.get("shared_intermediate_size") and getattr(config, "num_local_experts", 0):
+        return {config.shared_intermediate_size * n: "+".join(["shared_intermediate_size"] * n) for n in (1, 2)}
     if "linear_num_value_heads" not in known:
         return {}
     keys, values = ("linear_num_key_heads*linear_key_head_dim", "linear_num_value_heads*linear_value_head_dim")

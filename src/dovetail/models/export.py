@@ -184,6 +184,8 @@ def _rotary_fields(config: Any, source: Mapping[str, Any], family: ModelFamily) 
     if "partial_rotary_factor" in each:
         found["partial_rotary_factor"] = each["partial_rotary_factor"]
     found |= {name: each[now] for name, now in family.rotary_fields.items()}
+    if type(config).from_dict({**config.to_dict(), **found}).rope_parameters != kinds:
+        return {}  # Transformers 4 did not have this type
     return found if "rope_parameters" in source else found | {name: source[name] for name in found if name in source}
 
 

@@ -6,6 +6,7 @@ the pipeline split."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -176,7 +177,18 @@ class PipelineStage(nn.Module):
         if self.rotary_type is not None:
             with torch.device(device):
                 # It is no submodule, so that it stays float32 and is not in the stage's state dict.
-                object.__setattr__(self, "rotary", self.rotary_type(config=self.config))
+                object.__setattr__(self, "rotary", {theta: self._rotary(theta) for theta in {*self._thetas}})
+
+    @property
+    def _thetas(self) -> Sequence[float | None]:
+        """The base of each layer's rotary positions, if layers have different ones. Layers of base 0 have none."""
+        return getattr(self.config, "layer_rope_theta", None) or [None] * self.config.num_hidden_layers
+
+    def _rotary(self, theta: float | None) -> Any:
+        config = copy.copy(self.config)
+        if theta is not None:
+            config.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
+        return None if theta == 0 else self.rotary_type(config=config)  # type: ignore[misc]
 
     def forward(
         self,
@@ -225,7 +237,7 @@ class PipelineStage(nn.Module):
             layer = body.layers[str(number)]
             for at, (extra, turned, chosen) in enumerate(zip(extras, rotations, given, strict=True)):
                 if turned:
-                    extra["position_embeddings"] = turned[self._kind(number)]
+                    extra["position_embeddings"] = turned.get(self._kind(number))
                 if chosen is not None:
                     extra["routing"] = chosen.flatten(0, 1)[:, number]
                 parts[at] = layer(parts[at], attention_mask=None, position_ids=layout.positions[at], **extra)
@@ -241,22 +253,30 @@ class PipelineStage(nn.Module):
         weight = next(self.parameters())
         return weight.device.type != "cpu" or hasattr(weight, "placements")
 
-    def _kind(self, layer: int) -> str | None:
-        """The kind of a layer's attention, if each kind has its own rotary frequencies. Otherwise None."""
-        return self.config.layer_types[layer] if hasattr(self.rotary, "layer_types") else None
+    def _kind(self, layer: int) -> tuple[float | None, str | None]:
+        """The base of a layer's rotary positions, and the kind of its attention if each kind has its own. None for what
+        all layers share."""
+        theta = self._thetas[layer]
+        return theta, self.config.layer_types[layer] if hasattr(self.rotary[theta], "layer_types") else None
 
-    def _rotations(self, hidden: Tensor, positions: Tensor) -> dict[str | None, Any]:
-        """The cosines and sines of the positions, by the kind of attention. It is empty if positions are learnt."""
+    def _rotations(self, hidden: Tensor, positions: Tensor) -> dict[Any, Any]:
+        """The cosines and sines of the positions, by `_kind`. It is empty if positions are learnt."""
         if self.rotary is None:
             return {}
         kinds = {self._kind(layer) for layer in self.layer_ids}
-        return {kind: self.rotary(hidden, positions, *(() if kind is None else (kind,))) for kind in kinds}
+        return {
+            (theta, kind): rotary(hidden, positions, *(() if kind is None else (kind,)))
+            for theta, kind in kinds
+            if (rotary := self.rotary[theta]) is not None
+        }
 
     def _embed(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         body = self.body
         hidden: Tensor = getattr(body, self.family.embedding)(tokens)
         if self.family.embedding_factor is not None:
             hidden = hidden * getattr(self.config, self.family.embedding_factor)
+        if "norm" in self.family.entry:
+            hidden = body.norm(hidden)
         if not self.family.learnt_positions:
             return hidden
         if longest > self.config.max_position_embeddings:

@@ -126,13 +126,16 @@ class Seed:
         self._pad = getattr(config, "pad_token_id", None)
         self._norm = torch.zeros if stage.family.norm_offset else torch.ones
         self._ones = tuple(f".{name}" for name in stage.family.vectors)
+        self._single = stage.family.single
         self._embedding = stage.embedding_name
         self._tied_copy = stage.tied_copy
 
     def read(self, name: str, shape: torch.Size, box: tuple[slice, ...]) -> Tensor | None:
         owner, _, kind = name.rpartition(".")
         is_embedding = name in (self._embedding, self._tied_copy)
-        if len(shape) == 1 and name.endswith(self._ones):
+        if (single := next((v for n, v in self._single.items() if name.endswith(f".{n}")), None)) is not None:
+            values = torch.full(shape, single)
+        elif len(shape) == 1 and name.endswith(self._ones):
             values = torch.ones(shape)
         elif kind.endswith("bias") or kind == "sinks" or owner == VALUE_HEAD:
             values = torch.zeros(shape)

@@ -17,7 +17,7 @@ from dovetail.fusion.scorer_queues import SimulatedScorer, Together, score
 from dovetail.fusion.stage import gather
 from dovetail.manifest.checks.batching import longest_sample, micro_batch_tokens
 from dovetail.manifest.model_shape import Head, ModelShape
-from dovetail.manifest.sizes import pod_count, relays_weights, shares_body, trained_models, trainer_world
+from dovetail.manifest.sizes import pod_count, relays_weights, shares_body
 from dovetail.manifest.types import Dtype, Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.candidate import scorer_models
 from dovetail.planner.lags import DrawnIterations, Parts
@@ -241,7 +241,7 @@ PHASE_NAMES = {measured: predicted for predicted, measured in MEASURED_NAMES.ite
 def mismatch(job: PlannedJob) -> str | None:
     """A trained model whose layers or hidden size differ from those of the job's profile. None if all agree."""
     assert job.profile is not None
-    for model in trained_models(job.spec) if job.shapes is not None else []:
+    for model in job.trained if job.shapes is not None else []:
         shape, measured = job.shape(model), job.profile.models.get(model)
         alike = measured is not None and (measured.layers, measured.hidden_size) == (shape.layers, shape.hidden)
         if model != "reward" and not alike:  # a profile has no reward model
@@ -257,8 +257,7 @@ def place(job: PlannedJob) -> Placed | None:
         return None
     if job.shapes is None or mismatch(job) is not None:
         return None
-    ranks = trainer_world(spec)
-    allowed = {m: allowed_layouts(job, m, ranks, job.shape(m).layers) for m in trained_models(spec)}
+    allowed = {m: allowed_layouts(job, m, job.ranks, job.shape(m).layers) for m in job.trained}
     models = [m for m in ("actor", "critic") if m in allowed]
     both = [layout for layout in allowed["actor"] if all(layout in allowed[m] for m in models)]
     if not both or not all(allowed.values()):

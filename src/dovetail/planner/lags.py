@@ -3,7 +3,7 @@ while the trainers train."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dovetail.manifest.training_types import AUTO_LAG
@@ -72,81 +72,8 @@ class Steady:
     phases: Mapping[str, float]
 
 
-class _Work:
-    """The parts of one iteration that rollouts and scorers, or the trainers, still have to do."""
-
-    def __init__(self, parts: Iterable[tuple[str, float]]) -> None:
-        self._parts = [part for part in reversed(list(parts)) if part[1] > 0]
-
-    @property
-    def part(self) -> str | None:
-        """The name of the part under way. None if all parts are done."""
-        return self._parts[-1][0] if self._parts else None
-
-    @property
-    def left(self) -> float:
-        """The seconds that are left of the part under way."""
-        return self._parts[-1][1]
-
-    def advance(self, seconds: float, ended: bool) -> None:
-        name, left = self._parts.pop()
-        if not ended:
-            self._parts.append((name, left - seconds))
-
-
-class _Samples:
-    """What rollouts and scorers do. They may work on several iterations at a time."""
-
-    def __init__(self, iterations: Sequence[Parts], alone: bool) -> None:
-        """`alone`: only one iteration is under way at a time. If all processes share cores, an iteration's last servers
-        get the cores of the others, so it gains nothing to begin the next iteration."""
-        self._iterations, self._alone = iterations, alone
-        self.done = 0
-        self.begun = 0
-        self._open: list[_Work] = []
-
-    def begin(self, through: int) -> None:
-        """Begin the iterations before number `through`, as far as servers are free for them."""
-        after = () if self._alone else (TAIL, "inference")
-        while self.begun < through and all(work.part in after for work in self._open):
-            self._open.append(_Work(self._of(self.begun).in_order()))
-            self.begun += 1
-
-    def active(self) -> list[tuple[_Work, float]]:
-        """The iterations that make progress, each with its speed: the fraction of the servers that older iterations
-        leave to it. Scoring takes all devices, and iterations are scored in their order."""
-        found, free = list[tuple[_Work, float]](), 1.0
-        for at, work in enumerate(self._open):
-            if work.part == "inference":
-                free = 0.0
-                if at == 0:
-                    found.append((work, 1.0))
-            elif work.part not in (TAIL, "generation"):
-                found.append((work, 1.0))
-            elif free > 0:
-                found.append((work, free))
-                free *= 1 - self._of(self.done + at).kept if work.part == TAIL else 0.0
-        return found
-
-    def idle(self) -> float:
-        """The fraction of the rollouts that have nothing to do."""
-        if len(self._open) != 1:
-            return 0.0 if self._open else 1.0
-        parts = self._of(self.done)
-        return parts.idle / sum(parts.samples.values()) if parts.idle else 0.0
-
-    @property
-    def cores(self) -> float:
-        return self._of(self.done).cores[0] if self._open else 0.0
-
-    def close(self) -> None:
-        """Remove the oldest iterations whose samples are all scored."""
-        while self._open and self._open[0].part is None:
-            self._open.pop(0)
-            self.done += 1
-
-    def _of(self, number: int) -> Parts:
-        return self._iterations[number % len(self._iterations)]
+Left = list[tuple[str, float]]
+"""The parts that are left of an iteration's samples or of its training: names and seconds, in order."""
 
 
 def play(iterations: Sequence[Parts], lag: int, cores: int | None, first: int, last: int, total: int) -> Steady:
@@ -155,38 +82,46 @@ def play(iterations: Sequence[Parts], lag: int, cores: int | None, first: int, l
 
     The samples of an iteration begin when servers are free (`Parts.tail`) and the trainers have finished the iteration
     whose weights the samples are drawn with. That is the one lag + 1 iterations before. The trainers begin when the
-    samples are scored. `cores`: see `DrawnIterations`."""
-    samples, learnt, training = _Samples(iterations, cores is not None), 0, _Work(())
+    samples are scored. `cores`: see `DrawnIterations`. If all processes share cores, an iteration's last servers get
+    the cores of the others, so only one iteration is drawn at a time."""
+    after = (TAIL, "inference") if cores is None else ()
+    drawn, training = list[Left](), Left()  # `drawn`: of the iterations `done`, `done` + 1, ...
+    begun = done = learnt = 0
     spent: dict[str, float] = {}
     seconds = resting = 0.0
     while learnt < last:
-        samples.begin(min(total, learnt + lag + 1))
-        samples.close()
-        mine = iterations[learnt % len(iterations)]
-        if training.part is None and learnt < samples.done:
-            training = _Work(mine.training.items())
-            if training.part is None:
+        while drawn and not drawn[0]:
+            drawn.pop(0)
+            done += 1
+        while begun < min(total, learnt + lag + 1) and all(left and left[0][0] in after for left in drawn):
+            drawn.append([part for part in iterations[begun % len(iterations)].in_order() if part[1] > 0])
+            begun += 1
+        mine, oldest = (iterations[number % len(iterations)] for number in (learnt, done))
+        if not training and learnt < done:
+            training = [part for part in mine.training.items() if part[1] > 0]
+            if not training:
                 learnt += 1
                 continue
-        beside = samples.active()
-        works = [*beside, *([(training, 1.0)] if training.part is not None else [])]
-        wanted = samples.cores + mine.cores[1]
-        slower = max(1.0, wanted / cores) if cores and beside and training.part is not None else 1.0
-        step = min(work.left / speed for work, speed in works)
-        taken = step * slower
+        kept = [iterations[(done + at) % len(iterations)].kept for at in range(len(drawn))]
+        beside = _speeds(drawn, kept)
+        works = [*beside, *([(training, 1.0)] if training else [])]
+        slower = 1.0
+        if cores and beside and training:
+            slower = max(1.0, (oldest.cores[0] + mine.cores[1]) / cores)
+        step = min(left[0][1] / speed for left, speed in works)
         if learnt >= first - 1:
+            taken = step * slower
             seconds += taken
-            for work, _ in works:
-                name = "generation" if work.part == TAIL else str(work.part)
+            for name in [left[0][0] for left, _ in works] + ([] if training else ["waiting"]):
+                name = "generation" if name == TAIL else name
                 spent[name] = spent.get(name, 0.0) + taken
-            if training.part is None:
-                spent["waiting"] = spent.get("waiting", 0.0) + taken
-            resting += taken * samples.idle()
-        busy = training.part is not None
-        for work, speed in works:
-            work.advance(step * speed, work.left / speed == step)
-        samples.close()
-        learnt += busy and training.part is None
+            idle = oldest.idle / sum(oldest.samples.values()) if oldest.idle else 0.0
+            resting += taken * (idle if len(drawn) == 1 else float(not drawn))
+        busy = bool(training)
+        for left, speed in works:
+            (name, alone), *rest = left
+            left[:] = rest if alone / speed == step else [(name, alone - step * speed), *rest]
+        learnt += busy and not training
     count = last - first + 1
     return Steady(
         lag,
@@ -196,6 +131,25 @@ def play(iterations: Sequence[Parts], lag: int, cores: int | None, first: int, l
         min(1.0, resting / seconds) if seconds else 0.0,
         {name: value / count for name, value in spent.items()},
     )
+
+
+def _speeds(drawn: Sequence[Left], kept: Sequence[float]) -> list[tuple[Left, float]]:
+    """The iterations whose samples make progress, each with its speed: the fraction of the servers that older ones
+    leave to it. Scoring takes all devices, and iterations are scored in their order. `kept`: `Parts.kept` of each."""
+    found, free = list[tuple[Left, float]](), 1.0
+    for at, left in enumerate(drawn):
+        part = left[0][0] if left else None
+        if part == "inference":
+            free = 0.0
+            if at == 0:
+                found.append((left, 1.0))
+        elif part in (TAIL, "generation"):
+            if free > 0:
+                found.append((left, free))
+                free *= 1 - kept[at] if part == TAIL else 0.0
+        elif part is not None:
+            found.append((left, 1.0))
+    return found
 
 
 COLOCATED = "a group has both roles, trainer and rollout, whose processes take turns on a GPU"

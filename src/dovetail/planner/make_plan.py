@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from dovetail.gpus.gpu_products import GPU, UnknownProduct, gpu
-from dovetail.manifest.checks.batching import BatchRule, longest_sample, micro_batch_tokens, pinned_layouts
+from dovetail.manifest.checks.batching import BatchRule, longest_sample, micro_batch_tokens
 from dovetail.manifest.resolve import with_lag
-from dovetail.manifest.sizes import has_critic, pod_count, trained_models, trainer_ranks, trainer_world, world_size
+from dovetail.manifest.sizes import has_critic, pod_count, trainer_ranks, world_size
 from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.manifest.types import Dtype, Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner import cpus, placements
@@ -66,20 +66,19 @@ def make_plan(
     `profile`: measurements of this machine with whole iterations of these models. `lag`: the lag of the run that the
     plan is for, if `ppo.lag` is Auto. `zero3`: whether PPO has ZeRO-3 in that run, if `plan.zero3` is Auto. Both are
     None if the run has not begun. Raises PlanError."""
-    if trained_models(spec) and trainer_world(spec) == 0:
-        raise PlanError("spec.groups has no group with the trainer role; add `trainer` to one group's roles")
-    if (ranks := trainer_world(spec)) > MOST_RANKS:
-        more = "lower replicas or gpu.perPod of the trainer groups"
-        raise PlanError(f"spec.groups has {ranks} trainer ranks, and at most {MOST_RANKS} can be planned; {more}")
-    if errors := product_errors(spec, measured) + pin_errors(spec):
-        raise PlanError(errors[0])
-
     job = PlannedJob(spec, configs or {}, layers or {}, measured, profile, zero3)
+    if job.trained and job.ranks == 0:
+        raise PlanError("spec.groups has no group with the trainer role; add `trainer` to one group's roles")
+    if job.ranks > MOST_RANKS:
+        more = "lower replicas or gpu.perPod of the trainer groups"
+        raise PlanError(f"spec.groups has {job.ranks} trainer ranks, and at most {MOST_RANKS} can be planned; {more}")
+    estimated = _estimated_products(spec, measured)
+    _check_pin(spec)
 
     def planned(lag: int) -> Plan:
         decided = with_lag(spec, lag)
         found = _planned(replace(job, spec=decided), excluded(spec))
-        return found.model_copy(update={"lag": decided.ppo.lag})
+        return found.model_copy(update={"lag": decided.ppo.lag, "warnings": [*estimated, *found.warnings]})
 
     try:
         if spec.ppo.lag != AUTO_LAG:
@@ -95,7 +94,8 @@ def make_plan(
 
 def _planned(job: PlannedJob, no_lag: str | None) -> Plan:
     """The plan of a job. `no_lag`: why the job cannot have a lag, or None if it can."""
-    spec, placed = job.spec, _placed(job)
+    spec = job.spec
+    placed = placements.place(job) or cpus.place(job) or place_evenly(job) if job.trained else Placed({})
     checkpointed = _checkpointed(job, placed)
     if placed.chosen is not None and checkpointed - placed.recompute:
         # The predicted layout keeps more activations than spec.plan.activationMemory allows.
@@ -106,7 +106,7 @@ def _planned(job: PlannedJob, no_lag: str | None) -> Plan:
         schedule = fitting(placed.chosen)
     chunks = most_chunks(job, placed, schedule)
     return Plan(
-        world_size=trainer_world(spec),
+        world_size=job.ranks,
         parallelism=dict(placed.layouts),
         batching=[_batching(job, rule, placed) for rule in job.rules],
         tasks=_tasks(spec),
@@ -117,7 +117,6 @@ def _planned(job: PlannedJob, no_lag: str | None) -> Plan:
         chunks=chunks,
         activation_bytes=_activations(job, placed),
         warnings=[
-            *product_warnings(spec, job.measured),
             *placed.warnings,
             *_useless_pins(spec, placed),
             *_further_rounds(spec),
@@ -129,22 +128,21 @@ def _planned(job: PlannedJob, no_lag: str | None) -> Plan:
     )
 
 
-def _placed(job: PlannedJob) -> Placed:
-    """The placement, by the best cost model for which enough is known."""
-    if not trained_models(job.spec):
-        return Placed({})
-    return placements.place(job) or cpus.place(job) or place_evenly(job)
-
-
 def place_evenly(job: PlannedJob) -> Placed:
     """The layouts of the trained models of a job whose GPUs or models are not known: with as many data-parallel ranks
     as its batch sizes allow, or as pinned. A model has pipeline stages only if not all ranks can share its batches.
 
     Raises Infeasible or ConfigError."""
-    pins = pinned_layouts(job.spec)
-    if pins is not None:
-        return Placed({model: _checked(job, model, *pins[model]) for model in trained_models(job.spec)})
-    layouts = {model: _widest(job, model) for model in trained_models(job.spec)}
+    if job.pins is not None:
+        return Placed({model: _checked(job, model, *job.pins[model]) for model in job.trained})
+    layouts = {}
+    for model in job.trained:
+        allowed = allowed_layouts(job, model, job.ranks, job.layers.get(model))
+        if not allowed:
+            why = next((p for rule in job.rules if rule.model == model and (p := rule.problem(job.ranks))), None)
+            where = f"the {model} cannot be laid out on {job.ranks} trainer ranks; change the groups' replicas"
+            raise Infeasible(why or where)
+        layouts[model] = allowed[0]  # the one with the most data-parallel ranks
     warnings = tuple(
         f"the {model} is split into {layout.pp} pipeline stages because its batches cannot be shared evenly by "
         f"more than {layout.dp} data-parallel rank{'s' if layout.dp > 1 else ''}"
@@ -154,18 +152,9 @@ def place_evenly(job: PlannedJob) -> Placed:
     return Placed(layouts, warnings=warnings)
 
 
-def _widest(job: PlannedJob, model: str) -> Parallelism:
-    """The layout with the most data-parallel ranks."""
-    world = trainer_world(job.spec)
-    if allowed := allowed_layouts(job, model, world, job.layers.get(model)):
-        return allowed[0]
-    why = next((p for rule in job.rules if rule.model == model and (p := rule.problem(world))), None)
-    raise Infeasible(why or f"the {model} cannot be laid out on {world} trainer ranks; change the groups' replicas")
-
-
 def _checked(job: PlannedJob, model: str, field: str, layout: Parallelism) -> Parallelism:
     """A pinned layout, which `field` names."""
-    spec, world, layers = job.spec, trainer_world(job.spec), job.layers.get(model)
+    spec, world, layers = job.spec, job.ranks, job.layers.get(model)
     if world_size(layout) != world:
         raise Infeasible(
             f"{field}: pp {layout.pp} x tp {layout.tp} x dp {layout.dp} is {world_size(layout)} ranks, but the trainer "
@@ -220,8 +209,9 @@ def _checkpointed(job: PlannedJob, placed: Placed) -> frozenset[tuple[Stage, str
         return frozenset((r.stage, r.model) for r in job.rules if job.spec.plan.recompute == "Always")
     if Stage.PPO not in job.spec.stages:
         return placed.recompute
-    sizes = activation_bytes(job, placed)
-    return placed.recompute | {(Stage.PPO, model) for model in beyond_limit(job.spec, sizes)}
+    sizes, limit = activation_bytes(job, placed), job.spec.plan.activation_memory
+    most = math.inf if limit is None else limit * GIB
+    return placed.recompute | {(Stage.PPO, model) for model, each in sizes.items() if max(each) > most}
 
 
 def _gathered(job: PlannedJob, placed: Placed) -> frozenset[tuple[Stage, str]]:
@@ -288,12 +278,6 @@ def check_limit(spec: RLHFJobSpec, sizes: Mapping[str, list[int]]) -> None:
             f"spec.plan.activationMemory is {limit:g} GiB, but {what} {_up(least / GIB)} GiB on stage {stage} of the "
             f"{model}, the least that any schedule needs; {never}raise it, or lower spec.ppo.{field}"
         )
-
-
-def beyond_limit(spec: RLHFJobSpec, sizes: Mapping[str, list[int]]) -> set[str]:
-    """The models whose micro-batch needs more than spec.plan.activationMemory."""
-    limit = spec.plan.activation_memory
-    return set() if limit is None else {model for model, each in sizes.items() if max(each) > limit * GIB}
 
 
 def _up(value: float) -> str:
@@ -461,43 +445,33 @@ def _useless_pins(spec: RLHFJobSpec, placed: Placed) -> list[str]:
     return found
 
 
-def product_errors(spec: RLHFJobSpec, measured: Mapping[str, GPU] | None = None) -> list[str]:
-    """One sentence for each group whose GPU product is not known."""
+def _estimated_products(spec: RLHFJobSpec, measured: Mapping[str, GPU] | None) -> list[str]:
+    """One sentence for each group whose GPU is in no table. Raises PlanError for a product that is not known."""
     found = []
     for index, group in enumerate(spec.groups):
-        if not group.on_cpu:
-            try:
-                gpu(str(group.gpu.product), measured)
-            except UnknownProduct as error:
-                found.append(f"spec.groups[{index}].gpu.product: {error}")
-    return found
-
-
-def product_warnings(spec: RLHFJobSpec, measured: Mapping[str, GPU] | None = None) -> list[str]:
-    """One sentence for each group whose GPU is in no table. `product_errors` must have found nothing before."""
-    found = []
-    for index, group in enumerate(spec.groups):
-        if not group.on_cpu and (known := gpu(str(group.gpu.product), measured)).estimated:
+        field = f"spec.groups[{index}].gpu.product"
+        try:
+            known = None if group.on_cpu else gpu(str(group.gpu.product), measured)
+        except UnknownProduct as error:
+            raise PlanError(f"{field}: {error}") from error
+        if known is not None and known.estimated:
             found.append(
-                f"spec.groups[{index}].gpu.product {known.product} is in no table of GPUs: its figures are "
-                f"{known.source}, with {known.memory / 2**30:.0f} GiB. An administrator may give them in the chart's "
-                "jobs.gpuProducts."
+                f"{field} {known.product} is in no table of GPUs: its figures are {known.source}, with "
+                f"{known.memory / 2**30:.0f} GiB. An administrator may give them in the chart's jobs.gpuProducts."
             )
     return found
 
 
-def pin_errors(spec: RLHFJobSpec) -> list[str]:
-    """One sentence for each pin that the groups' roles contradict."""
+def _check_pin(spec: RLHFJobSpec) -> None:
+    """Raises PlanError if the groups' roles contradict the pinned placement."""
     pin = spec.plan.placement
-    both = [g.name for g in spec.groups if g.colocated]
-    generates = any(Role.ROLLOUT in g.roles for g in spec.groups)
-    if generates and pin == "Flattening" and not both:
-        return [
+    both = next((g.name for g in spec.groups if g.colocated), None)
+    if pin == "Flattening" and both is None and _groups(spec, Role.ROLLOUT):
+        raise PlanError(
             f"spec.plan.placement is {pin}, but no group both trains and generates; give one roles [trainer, rollout]"
-        ]
-    if pin == "Separation" and both:
-        return [
-            f"spec.plan.placement is Separation, but group {both[0]} both trains and generates; give it one role, or "
-            "set the placement to Auto"
-        ]
-    return []
+        )
+    if pin == "Separation" and both is not None:
+        raise PlanError(
+            f"spec.plan.placement is Separation, but group {both} both trains and generates; give it one role, or set "
+            "the placement to Auto"
+        )

@@ -11,9 +11,9 @@ from functools import cache, partial
 from typing import Any, Literal
 
 from dovetail.manifest.accelerators import sleeps
-from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample, pinned_layouts
+from dovetail.manifest.checks.batching import BatchRule, longest_sample
 from dovetail.manifest.resolve import old_is_current
-from dovetail.manifest.sizes import has_critic, shares_body, trained_models, world_size
+from dovetail.manifest.sizes import has_critic, shares_body, world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner import lives
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Placement, Schedule, Share, Task
@@ -83,48 +83,42 @@ class Fitting:
 
 def place(job: PlannedJob) -> Placed | None:
     """The fastest placement that fits, by the cost model of GPUs. None if the job's GPUs or models are not known, or if
-    its groups have CPUs. Raises Infeasible, ConfigError or UnknownProduct."""
-    plan = job.spec.plan
+    its groups have CPUs. If ZeRO-3 is left open, PPO has it where that gains enough, or where nothing fits without it.
+    Raises Infeasible, ConfigError or UnknownProduct."""
     if job.shapes is None or job.inventory is None:
         return None
-    if plan.zero3 != "Auto":
-        return _place(job, plan.zero3 == "Always")
-    if job.zero3 is not None:
-        return _place(job, True) if job.zero3 else _plain(job)
+    wanted = {"Always": True, "Never": False}.get(job.spec.plan.zero3, job.zero3)
+    if wanted is not None:
+        return _place(job, wanted)
     plain, refused = None, None
     try:
-        plain = _plain(job)
-        if plain is None or plain.chosen is None or not _may_gain(plain.chosen):
+        plain = _place(job, False)
+        if plain is None or plain.chosen is None:
             return plain
     except Infeasible as error:
         refused = error
     try:
-        found = _place(job, True, None if plain is None else _reached(job, plain))
-    except Infeasible as error:
+        found = _place(job, True)
+    except Infeasible:
         if refused is not None:
-            raise refused from error
-        found = None
-    return plain if found is None else taken(plain, "" if refused is None else str(refused), found)
-
-
-def _plain(job: PlannedJob) -> Placed | None:
-    """The fastest placement whose PPO has no ZeRO-3. Other stages have it only if nothing fits without it."""
-    try:
-        return _place(job, False)
-    except Infeasible as error:
-        if set(job.spec.stages) <= {Stage.PPO}:
-            raise
-        try:
-            return _place(job, False, others=True)
-        except Infeasible:
-            raise error from None
+            raise refused from None
+        return plain
+    if found is None or found.chosen is None:
+        return found
+    if plain is not None and not worth(found.chosen.prediction.iteration_seconds, _reached(job, plain), job.work.steps):
+        return plain
+    return taken(plain, "" if refused is None else str(refused), found)
 
 
 # ------------------------------------------------------------ what a manifest allows
 
 
-def groups_limits(job: PlannedJob) -> Limits:
-    """The choices that the manifest's groups and pins leave open."""
+def groups_limits(job: PlannedJob, layouts: Mapping[str, Sequence[Fitting]], by_layer: bool) -> Limits:
+    """The choices that the manifest's groups and pins leave open. `layouts`: those of each trained model on all trainer
+    ranks. `by_layer`: actor and critic train under ZeRO-3.
+
+    If actor and critic may have ranks of their own, there are also layouts on a part of the ranks. These are all that
+    share PPO's mini-batch evenly, or the divisions of pinned layouts (`dovetail.protocol.plan.divisions`)."""
     spec, trainers = job.spec, job.trainers
     both = [g for g in spec.groups if g.colocated]
     rollouts = [g.name for g in spec.groups if Role.ROLLOUT in g.roles and Role.TRAINER not in g.roles]
@@ -133,43 +127,37 @@ def groups_limits(job: PlannedJob) -> Limits:
         rollouts.append(trainers.name)
         servers[trainers.name] = both[0].gpu.per_pod
     optimizers = {"actor": spec.ppo.actor_optimizer, "critic": spec.ppo.critic_optimizer}
-    trained = [model for model in trained_models(spec) if model in TRAINING_TASKS]
-    return replace(
-        pinned(spec, Limits()),
+    trained = {task: model for model, task in TRAINING_TASKS.items() if model in layouts}
+    limits = replace(
+        pinned(job, Limits()),
         trainers=(trainers.name,),
         rollouts=tuple(rollouts),
         whole=True,
         micro_batch=_micro_batch(spec),
         servers=servers,
         asleep=tuple(trainers.name if g in both else g.name for g in spec.groups if sleeps(g)),
-        offload={TRAINING_TASKS[m]: (optimizers[m].offload,) for m in trained},
-        layouts={TRAINING_TASKS[m]: tuple(trainable_layouts(job, m)) for m in trained},
+        offload={task: (optimizers[model].offload,) for task, model in trained.items()},
+        fsdp=(3,) if by_layer else (2,),
     )
-
-
-def with_parts(job: PlannedJob, limits: Limits) -> Limits:
-    """Adds layouts on a part of the trainer ranks to `limits`, if actor and critic may have ranks of their own. These
-    are all layouts that share PPO's mini-batch evenly, or the divisions of pinned layouts
-    (`dovetail.protocol.plan.divisions`)."""
-    if True not in limits.dedicated or "critic_training" not in limits.layouts:
-        return limits
-    spec, pins = job.spec, pinned_shares(job.spec)
-    micro_batches = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
-    found = dict(limits.layouts)
-    for model, task in TRAINING_TASKS.items():
-        degrees, stages = degrees_of(job, model), most_stages(job, job.shape(model).layers)
-        every = (e for part in part_sizes(job.trainers) for e in every_layout(part, degrees, stages))
-        found[task] += pins[task] if pins else tuple(e for e in every if micro_batches % e.dp == 0)
+    found = {task: tuple(each.layout for each in layouts[model]) for task, model in trained.items()}
+    if True in limits.dedicated and "critic_training" in found:
+        pins = pinned_shares(job)
+        micro_batches = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
+        for task, model in trained.items():
+            degrees, stages = degrees_of(job, model), most_stages(job, job.shape(model).layers)
+            every = (e for part in part_sizes(trainers) for e in every_layout(part, degrees, stages))
+            found[task] += pins[task] if pins else tuple(e for e in every if micro_batches % e.dp == 0)
     return replace(limits, layouts=found)
 
 
-def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
+def pinned(job: PlannedJob, limits: Limits) -> Limits:
     """The part of `limits` that spec.plan allows."""
+    spec = job.spec
     placement, fusion, together = spec.plan.placement, spec.plan.inter_stage_fusion, spec.plan.intra_stage_fusion
     if spec.ppo.micro_batch_tokens is not None:
         together = "Serial"  # other schedules need the same number of micro-batches in each step
     # Pinned layouts use all ranks. So do the layouts of a placement that is pinned to Flattening.
-    divided = pinned_layouts(spec) is None and placement != "Flattening"
+    divided = job.pins is None and placement != "Flattening"
     dedicated = (together == "Dedicated",) if together != "Auto" else (False, True) if divided else (False,)
     return replace(
         limits,
@@ -191,12 +179,12 @@ def _micro_batch(spec: RLHFJobSpec) -> int | None:
     return None if spec.ppo.micro_batch_tokens == "Auto" else 1
 
 
-def pinned_shares(spec: RLHFJobSpec) -> dict[Task, tuple[Parallelism, ...]]:
+def pinned_shares(job: PlannedJob) -> dict[Task, tuple[Parallelism, ...]]:
     """The layouts that spec.plan.parallelism allows for actor and critic training. Empty if it allows all."""
-    pins = pinned_layouts(spec)
-    if pins is None:
+    spec = job.spec
+    if job.pins is None:
         return {}
-    whole = {model: pins[model][1] for model in TRAINING_TASKS}
+    whole = {model: job.pins[model][1] for model in TRAINING_TASKS}
     if spec.plan.intra_stage_fusion != "Dedicated" or not has_critic(spec):
         return {task: (whole[model],) for model, task in TRAINING_TASKS.items()}
     parts = divisions(whole, spec.ppo.mini_batch_size // spec.ppo.micro_batch_size)
@@ -204,11 +192,6 @@ def pinned_shares(spec: RLHFJobSpec) -> dict[Task, tuple[Parallelism, ...]]:
         task: tuple(Parallelism(pp=part[model].pp, tp=part[model].tp, dp=part[model].dp) for part in parts)
         for model, task in TRAINING_TASKS.items()
     }
-
-
-def trainable_layouts(job: PlannedJob, model: str) -> list[Parallelism]:
-    """The `allowed_layouts` of a model on all GPUs of the trainers."""
-    return allowed_layouts(job, model, job.trainers.gpus, job.shape(model).layers, degrees_of(job, model))
 
 
 def degrees_of(job: PlannedJob, model: str) -> list[int]:
@@ -219,25 +202,13 @@ def degrees_of(job: PlannedJob, model: str) -> list[int]:
 # ------------------------------------------------------------ ZeRO-3, if the manifest leaves it open
 
 
-def _may_gain(plain: Chosen) -> bool:
-    """Whether ZeRO-3 may be faster than `plain`, which goes without. By the cost model it never is in the same layout.
-    So `plain` must have something that a model with less memory does not need: pipeline stages, tensor-parallel ranks,
-    ranks of its own, activation checkpointing, small micro-batches, or a server beside it with little room."""
-    candidate, work = plain.candidate, plain.costs.work
-    beside = any(share.overlaps(server) for share in candidate.trained for server in candidate.generation)
-    needs = any(share.pp * share.tp > 1 or share.recompute for share in candidate.trained)
-    dedicated = candidate.schedule == "Dedicated"
-    return needs or beside or dedicated or work.micro_batch_tokens is not None
-
-
 def taken(plain: Placed | None, why: str, found: Placed) -> Placed:
     """`found`, with the placement without ZeRO-3 among its alternatives. It is `plain` if `found` has no ZeRO-3. `why`:
     the reason if nothing fits without ZeRO-3."""
+    assert found.chosen is not None
     without = None if plain is None or plain.chosen is None else plain.chosen.prediction
-    if plain is not None and without is not None and not found.by_layer:
+    if plain is not None and not found.by_layer:
         return plain
-    if found.chosen is None:
-        return found
     other = Alternative(
         placement=(without or found.chosen.prediction).placement,
         note="without ZeRO-3",
@@ -267,20 +238,15 @@ def _reached(job: PlannedJob, plain: Placed) -> float:
 # ------------------------------------------------------------ one placement
 
 
-def _place(job: PlannedJob, by_layer: bool, than: float | None = None, others: bool | None = None) -> Placed | None:
-    """The fastest placement with or without ZeRO-3. `by_layer`: PPO's models train under ZeRO-3. `others`: models of
-    other stages do if they do not fit otherwise. None: the same as `by_layer`. `than`: seconds. The result is None
-    unless its iterations gain enough over them."""
-    others = by_layer if others is None else others
-    layouts = {model: supervised(job, model, by_layer, others) for model in trained_models(job.spec)}
+def _place(job: PlannedJob, by_layer: bool) -> Placed | None:
+    """The fastest placement with or without ZeRO-3. `by_layer`: PPO's models train under ZeRO-3."""
+    layouts = {model: supervised(job, model, by_layer) for model in job.trained}
     if not all(layouts.values()):
         return None
     layout_of = {model: fitting[0].layout for model, fitting in layouts.items()}
     if Stage.PPO not in job.spec.stages:
         return _with_stages(job, Placed(layout_of), layouts)
-    found = _iteration(job, layouts, by_layer, than)
-    if found is None:
-        return None
+    found = _iteration(job, layouts, by_layer)
     trained = {"actor": found.candidate.actor_training, "critic": found.candidate.critic_training}
     shares = {model: mine[0] for model, mine in trained.items() if mine}
     dedicated: dict[str, Layout] = {}
@@ -324,23 +290,15 @@ def _with_stages(job: PlannedJob, placed: Placed, layouts: Mapping[str, Sequence
     return replace(placed, recompute=recompute, by_layer=by_layer, stages=tuple(stages))
 
 
-def _iteration(
-    job: PlannedJob, layouts: Mapping[str, Sequence[Fitting]], by_layer: bool, than: float | None
-) -> Chosen | None:
+def _iteration(job: PlannedJob, layouts: Mapping[str, Sequence[Fitting]], by_layer: bool) -> Chosen:
     costs, steps = job.costs, job.costs.work.steps
-    limits = replace(groups_limits(job), fsdp=(3,) if by_layer else (2,))
-    fitting = {task: tuple(each.layout for each in layouts[m]) for m, task in TRAINING_TASKS.items() if m in layouts}
-    if than is not None and False in limits.dedicated:
-        limits = replace(limits, dedicated=(False,))  # separate ranks only help if memory is short
-    limits = with_parts(job, replace(limits, layouts=fitting))
+    limits = groups_limits(job, layouts, by_layer)
     most = max(limits.servers[pool] for pool in limits.rollouts or ())
     result, limits = search_fewest_stages(limits, most, partial(_searched, costs))
     if result.best is None:
         # The reason is that of the simplest placement.
         why = min(result.rejected, key=lambda r: len(r.candidate.note)).problem if result.rejected else None
         raise Infeasible(_reason(job, why, limits))
-    if than is not None and not worth(result.best.seconds, than, steps):
-        return None
     if result.best.candidate.schedule == "Dedicated" and False in limits.dedicated:
         limits = replace(limits, dedicated=(False,))
         result = _worth(result, _searched(costs, limits), steps)
@@ -353,8 +311,6 @@ def _iteration(
     )
     result = _worth(result, _searched(costs, plain), steps)
     assert result.best is not None
-    if than is not None and not worth(result.best.seconds, than, steps):
-        return None
     return Chosen(result.best.candidate, costs, prediction(result, costs))
 
 
@@ -478,17 +434,17 @@ def _remedies(job: PlannedJob, limits: Limits) -> Iterator[tuple[str, Limits]]:
         yield f"{offload} and spec.ppo.microBatchSize to 1", replace(offloaded, micro_batch=1)
 
 
-def supervised(job: PlannedJob, model: str, by_layer: bool = False, others: bool = False) -> list[Fitting]:
+def supervised(job: PlannedJob, model: str, by_layer: bool = False) -> list[Fitting]:
     """The layouts of a trained model on all ranks that divide each of its batches and fit in each stage that trains it,
-    the fastest first. The list is empty if no layout divides the batches; the caller says why. `by_layer`: PPO uses
-    ZeRO-3. `others`: other stages may use it. Raises Infeasible if no layout fits."""
+    the fastest first. Those in which a stage before PPO needs ZeRO-3 come last. The list is empty if no layout divides
+    the batches; the caller says why. `by_layer`: PPO uses ZeRO-3. Raises Infeasible if no layout fits."""
     fitting: list[tuple[float, Fitting]] = []
     failed: list[tuple[Training, str]] = []
     rules = [_smallest(job, rule) for rule in job.rules if rule.model == model]
-    for layout in trainable_layouts(job, model):
+    for layout in allowed_layouts(job, model, job.trainers.gpus, job.shape(model).layers, degrees_of(job, model)):
         seconds, recompute, gathering = 0.0, set[Stage](), set[Stage]()
         for rule in rules:
-            ways = _ways(job, rule, layout, by_layer, others)
+            ways = _ways(job, rule, layout, by_layer)
             held = {way: job.training(rule, way, job.trainers.gpu.training.dtype) for way in ways}
             fits = next((way for way in ways if worst(held[way]).device_bytes <= job.trainers.gpu.memory), None)
             if fits is None:
@@ -503,15 +459,15 @@ def supervised(job: PlannedJob, model: str, by_layer: bool = False, others: bool
     if failed and not fitting:
         least, task = min(failed, key=lambda f: worst(f[0]).device_bytes)
         never, pool = job.spec.plan.zero3 == "Never", job.trainers
-        pinned = job.spec.plan.parallelism != "Auto" and _fits(job.pinned(parallelism="Auto"), model, by_layer, others)
+        pinned = job.spec.plan.parallelism != "Auto" and _fits(job.pinned(parallelism="Auto"), model, by_layer)
         otherwise = "set spec.plan.parallelism to Auto" if pinned else ""
         raise Infeasible(str(problem(task, pool.name, least, pool.gpu.memory, never, otherwise)))
-    return [fit for _, fit in sorted(fitting, key=lambda f: f[0])]
+    return [fit for _, fit in sorted(fitting, key=lambda f: (bool(f[1].by_layer - {Stage.PPO}), f[0]))]
 
 
-def _fits(job: PlannedJob, model: str, by_layer: bool, others: bool) -> bool:
+def _fits(job: PlannedJob, model: str, by_layer: bool) -> bool:
     with suppress(Infeasible):
-        return bool(supervised(job, model, by_layer, others))
+        return bool(supervised(job, model, by_layer))
     return False
 
 
@@ -521,11 +477,11 @@ def _smallest(job: PlannedJob, rule: BatchRule) -> BatchRule:
     return rule._replace(tokens=longest_sample(job.spec, rule.stage)) if free else rule
 
 
-def _ways(job: PlannedJob, rule: BatchRule, layout: Parallelism, by_layer: bool, others: bool) -> list[Share]:
+def _ways(job: PlannedJob, rule: BatchRule, layout: Parallelism, by_layer: bool) -> list[Share]:
     """The ways to train a model in a stage, the fastest first."""
     plan = job.spec.plan
     # Other stages use ZeRO-3 only if they do not fit without it.
-    free = others and plan.zero3 == "Auto" and rule.stage is not Stage.PPO
+    free = plan.zero3 == "Auto" and rule.stage is not Stage.PPO
     return [
         job.share(rule, layout, recompute=recompute, by_layer=zero3)
         for zero3 in ((False, True) if free else (by_layer,))
@@ -606,7 +562,7 @@ def recommend(
     job = PlannedJob(spec, configs)
     if job.shapes is None:
         raise Unknown("the configuration of one of the models is not known; give its folder as source.path")
-    limits, tried = _limits(spec), effort(inventory, expired)
+    limits, tried = _limits(job), effort(inventory, expired)
     costs = PodCosts(job.work, inventory, spec.generation.max_concurrent)
     found = _search(limits, costs, tried)
     if spec.plan.zero3 == "Auto":
@@ -676,13 +632,13 @@ def cheapest(
     return result
 
 
-def _limits(spec: RLHFJobSpec) -> Limits:
+def _limits(job: PlannedJob) -> Limits:
     batches: dict[Task, tuple[int, ...]] = {"actor_training": (), "critic_training": ()}
-    for rule in batch_rules(spec):
+    for rule in job.rules:
         if rule.stage is not Stage.PPO:  # the reward model has the critic's layout, if there is a critic
-            task: Task = "critic_training" if rule.model == "reward" and has_critic(spec) else "actor_training"
+            task: Task = "critic_training" if rule.model == "reward" and has_critic(job.spec) else "actor_training"
             batches[task] += (rule.batch // rule.micro,)
-    return replace(pinned(spec, Limits()), layouts=pinned_shares(spec), batches=batches)
+    return replace(pinned(job, Limits()), layouts=pinned_shares(job), batches=batches)
 
 
 def _search(limits: Limits, costs: PodCosts, effort: Effort) -> Chosen | str:

@@ -12,7 +12,7 @@ from dovetail.gpus.gpu_products import GPU, gpu
 from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample, pinned_layouts
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_shape import Head, ModelShape, ShapeError
-from dovetail.manifest.sizes import has_critic, owner, pod_count, shares_body
+from dovetail.manifest.sizes import has_critic, owner, pod_count, shares_body, trained_models, trainer_world
 from dovetail.manifest.types import Dtype, Group, ModelSource, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner import candidate
 from dovetail.planner.candidate import Candidate, Share, Task
@@ -52,6 +52,21 @@ class PlannedJob:
     def rules(self) -> list[BatchRule]:
         """The batches of the trained models, by stage."""
         return batch_rules(self.spec)
+
+    @cached_property
+    def trained(self) -> list[str]:
+        """The trained models."""
+        return trained_models(self.spec)
+
+    @cached_property
+    def ranks(self) -> int:
+        """The number of trainer ranks."""
+        return trainer_world(self.spec)
+
+    @cached_property
+    def pins(self) -> dict[str, tuple[str, Parallelism]] | None:
+        """The pinned layouts by model, each with its field. None if spec.plan.parallelism is Auto."""
+        return pinned_layouts(self.spec)
 
     @cached_property
     def shapes(self) -> dict[str, ModelShape] | None:
@@ -323,11 +338,10 @@ def allowed_layouts(
     """The layouts over `ranks` ranks that share every batch of the model in every stage evenly. If a layout is pinned,
     only that one is allowed. `layers`: the model's layers, or None if they are not known. `degrees`: the allowed tp."""
     rules = [rule for rule in job.rules if rule.model == model]
-    pins = pinned_layouts(job.spec)
     return [
         layout
         for layout in every_layout(ranks, degrees, ranks if layers is None else most_stages(job, layers))
-        if all(rule.problem(layout.dp) is None for rule in rules) and (pins is None or pins[model][1] == layout)
+        if all(rule.problem(layout.dp) is None for rule in rules) and (job.pins is None or job.pins[model][1] == layout)
     ]
 
 

@@ -321,21 +321,6 @@ def decode_steps(
     return steps, max(1, int(np.searchsorted(steps, SATURATED * steps[1], "right")) - 1)
 
 
-@lru_cache(maxsize=8192)
-def servers(share: Share, pool: Pool, work: Workload, room: int, max_samples: int) -> Servers:
-    """The vLLM servers of a generation share, each with `room` tokens of KV cache and at most `max_samples` samples."""
-    shape, gpu = work.actor, pool.gpu
-    prompt, response = work.prompt.mean, work.response.mean
-    gather = gathering(shape, "lm", pool, share)
-    steps, saturation = decode_steps(shape, pool, share.tp, prompt + response / 2, gather, min(work.batch, max_samples))
-    if share.pp > 1:
-        steps, saturation = _staged(steps, share, pool, shape), saturation * share.pp
-    tokens = PREFILLED * (prompt + response)
-    prefill = max(forward(shape, "lm", tokens, prompt, gpu, share.tp) / share.pp, gather) / tokens
-    moved = shape.kv_bytes(ITEMSIZE[gpu.dtype], share.tp) / (share.pp * LINK * pool.network)
-    return Servers(share.dp, steps, prefill, room, saturation, min(prefill, moved))
-
-
 def _staged(steps: Floats, share: Share, pool: Pool, shape: ModelShape) -> Floats:
     """The seconds of a decode step with pp stages. The samples are in pp groups that follow each other. A step of all
     groups takes as long as one group takes through all stages, with the messages between them."""
@@ -370,18 +355,6 @@ def shared_prompt(work: Workload, stages: int) -> float:
     prompt, response = work.prompt.mean, work.response.mean
     together = max(1, int((SCORER_TOKENS / stages - prompt) // response))
     return -(-work.per_prompt // together) / work.per_prompt
-
-
-@lru_cache(maxsize=8192)
-def straggling(work: Workload, dp: int) -> float:
-    """The tokens of the rank with most tokens of a mini-batch, divided by the mean of the ranks. Samples are dealt by
-    length, so it is 1 unless the longest sample alone is more than a rank's share."""
-    mini = min(work.mini_batch, work.batch)
-    if dp == 1:
-        return 1.0
-    average = float((quantiles(work.response, mini) + work.prompt.mean).mean())
-    most = (expected_longest(work.response, mini) + work.prompt.mean) / average
-    return max(1.0, most / max(1.0, mini / dp))
 
 
 @dataclass(frozen=True)
@@ -568,13 +541,25 @@ class GPUCosts:
 
     # ------------------------------------------------------------ generation and inference
 
-    def servers(self, share: Share, room: int) -> Servers:
+    @known_share
+    def servers(self, task: Task, share: Share, room: int) -> Servers:
         """The vLLM servers of a generation share, each with `room` tokens of KV cache."""
-        return servers(share.at(0), self.inventory[share.pool], self.work, room, self.max_samples)
+        work, pool = self.work, self.inventory[share.pool]
+        shape, gpu = work.actor, pool.gpu
+        prompt, response = work.prompt.mean, work.response.mean
+        gather = gathering(shape, "lm", pool, share)
+        most = min(work.batch, self.max_samples)
+        steps, saturation = decode_steps(shape, pool, share.tp, prompt + response / 2, gather, most)
+        if share.pp > 1:
+            steps, saturation = _staged(steps, share, pool, shape), saturation * share.pp
+        tokens = PREFILLED * (prompt + response)
+        prefill = max(forward(shape, "lm", tokens, prompt, gpu, share.tp) / share.pp, gather) / tokens
+        moved = shape.kv_bytes(ITEMSIZE[gpu.dtype], share.tp) / (share.pp * LINK * pool.network)
+        return Servers(share.dp, steps, prefill, room, saturation, min(prefill, moved))
 
     def generated(self, shares: Sequence[tuple[Share, int]], migration: float | None) -> GenerationTimes:
         """The times of generation on these shares. Each comes with the tokens of KV cache of its servers."""
-        each = [self.servers(share, room) for share, room in shares]
+        each = [self.servers("generation", share, room) for share, room in shares]
         return generate(each, self.work, migration)
 
     def scoring(self, candidate: Candidate) -> list[tuple[Task, Share, float]]:
@@ -680,8 +665,14 @@ class GPUCosts:
         return reduced + (gathered if share.fsdp else reduced)  # without sharding, an all-reduce takes twice as long
 
     def straggling(self, dp: int) -> float:
-        """The tokens of the data-parallel rank with most of a mini-batch, divided by the mean of the ranks."""
-        return straggling(self.work, dp)
+        """The tokens of the data-parallel rank with most of a mini-batch, divided by the mean of the ranks. Samples are
+        dealt by length, so it is 1 unless the longest sample alone is more than a rank's share."""
+        work, mini = self.work, min(self.work.mini_batch, self.work.batch)
+        if dp == 1:
+            return 1.0
+        average = float((quantiles(work.response, mini) + work.prompt.mean).mean())
+        most = (expected_longest(work.response, mini) + work.prompt.mean) / average
+        return max(1.0, most / max(1.0, mini / dp))
 
     def longest_of(self, dp: int) -> int:
         """The number of samples among which the longest one determines how a pipeline fills and drains."""

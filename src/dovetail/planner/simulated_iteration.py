@@ -202,7 +202,7 @@ def play_rollout(candidate: Candidate, costs: GPUCosts, prompts: Ints, lengths: 
     longest, migration = costs.work.longest, candidate.migration
     fused = migration is not None
     servers = [
-        (share, d, costs.servers(share, max(rooms[share], longest)).profile)
+        (share, d, costs.servers("generation", share, max(rooms[share], longest)).profile)
         for share in candidate.generation
         for d in range(share.dp)
     ]

@@ -25,6 +25,7 @@ from dovetail.manifest.types import Dtype, RLHFJob, RLHFJobSpec, Role, Stage
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.files.durable import read_object
 from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.process.env import ACTOR_CONFIG
 
 if TYPE_CHECKING:
     import torch
@@ -147,6 +148,18 @@ def exported(run_dir: Path, model: str, iteration: int) -> Path:
     return folder
 
 
+def policy(run_dir: Path, version: int, scratch: Path) -> Path:
+    """A folder with the actor after so many iterations of PPO, and with 0 as PPO began with it. It is exported below
+    `scratch`. Raises the errors of `find` and `export`, UsageError if no folder holds it, and DataError."""
+    if version < 1:
+        path = stage_sources(run_dir, read_job(run_dir), Stage.PPO)["actor"].path
+        if path is None or not (Path(path) / "config.json").is_file():
+            raise UsageError(f"no folder holds the weights with which PPO of {run_dir} began")
+        return Path(path)
+    export(find(run_dir, "actor", version), scratch / "actor")
+    return scratch / "actor"
+
+
 def read_job(run_dir: Path) -> RLHFJob:
     """The job of a run. Raises UsageError for a folder that is no run, and RunError."""
     if not (run_dir / "job.json").is_file():
@@ -247,5 +260,5 @@ def _describe(kept: KeptModel, job: RLHFJob, folder: Path) -> None:
         kept.run_dir / "tokenizer", "spec.models.tokenizer", trust_remote_code=job.spec.models.actor.trust_remote_code
     )
     summary = read_object(kept.run_dir / "summary.json")
-    base = kept.run_dir / "models" / "actor-config"
+    base = kept.run_dir / ACTOR_CONFIG
     describe_model(folder, kept.model, base, CardFacts(job.metadata.name, job.spec, summary), tokenizer)

@@ -26,14 +26,11 @@ from dovetail.coordinator.reporting.sample_texts import printable
 from dovetail.coordinator.rewards.calls import Calls, RewardError, rehearse
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.samples.evaluation_metrics import EvaluationMetrics
-from dovetail.coordinator.sessions.agent import AgentPlayer
-from dovetail.coordinator.sessions.agents import Agents
-from dovetail.coordinator.sessions.answer_reader import AnswerReader, written_turn
-from dovetail.coordinator.sessions.bridge import Bridge
+from dovetail.coordinator.sessions.answer_reader import written_turn
 from dovetail.coordinator.sessions.effects import EpisodeLost, Failed
-from dovetail.coordinator.sessions.environment_workers import job_environment
 from dovetail.coordinator.sessions.http_environment import HttpEnvironment
-from dovetail.coordinator.sessions.play import AskedTurn, Ending, Player, SampledTurn
+from dovetail.coordinator.sessions.job_sessions import Places, job_environment, job_player
+from dovetail.coordinator.sessions.play import AskedTurn, Ending, SampledTurn, check_opening
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
 from dovetail.gpus.nvidia_driver import Device, driver_devices
@@ -261,8 +258,8 @@ def _whole(prepared: Prepared, given: Any) -> Iterator[Finding]:
 
 async def _episode(spec: RLHFJobSpec, prepared: Prepared, folder: Path, scratch: Path) -> Finding:
     """Play an episode of the first prompt, in which the model calls the first tool once and then says a word. A server
-    is asked for its tools only, because its calls may have effects."""
-    environment = job_environment(spec, folder, scratch, "validate", lambda *_, **__: None)
+    is asked for its tools only, and a service must only answer, because what they do may have effects."""
+    environment = job_environment(spec, Places(folder, scratch), "validate", lambda *_, **__: None)
     sessions = spec.sessions
     assert environment is not None
     assert sessions is not None
@@ -274,10 +271,12 @@ async def _episode(spec: RLHFJobSpec, prepared: Prepared, folder: Path, scratch:
         if isinstance(environment, HttpEnvironment):
             names = ", ".join(tool["function"]["name"] for tool in environment.tools)
             return Finding(whose, "ok", f"{environment.url} has the tools {names}")
+        if sessions.agent is not None and sessions.agent.url is not None:
+            return Finding(whose, "ok", f"{sessions.agent.url} answers; only a run asks it for episodes")
         fields = dict(prepared.prompts(1)[0].fields)
-        bridge = Bridge(prepared.chat, prepared.tokenizer)
 
         async def scripted(turn: AskedTurn) -> SampledTurn:
+            check_opening(turn, spec.data.max_prompt_tokens)
             said: Message = {"role": "assistant", "content": "Done"}
             if next(turns) == 0 and turn.exchange.tools:
                 call = {"id": "call00000", "type": "function", "function": _plausible(turn.exchange.tools[0])}
@@ -286,17 +285,10 @@ async def _episode(spec: RLHFJobSpec, prepared: Prepared, folder: Path, scratch:
             ids = prepared.tokenizer(text, add_special_tokens=False)["input_ids"]
             return SampledTurn(ids, [0.0] * len(ids), True)
 
-        sample, asked = Key(1, 0, 0), fields["messages"]
-        if isinstance(environment, Agents):
-            asking = AgentPlayer.of(bridge, prepared.tokenizer, prepared.chat, sessions.max_turns)
-            played = await asking.play(sample, 0, asked, await environment.begin("1-0-0-0", fields), scripted)
-        else:
-            del fields["messages"]
-            reader = AnswerReader.of(prepared.tokenizer, prepared.chat)
-            player = Player(bridge, reader, store.tool_calls, environment.tools, 2)
-            begun = await environment.begin("1-0-0-0", fields)
-            played = await player.play(sample, 0, asked, begun, scripted)
-            await begun.end()
+        player, asked = job_player(sessions, prepared, environment, store.tool_calls), fields.pop("messages")
+        begun: Any = await environment.begin("1-0-0-0", asked, fields)
+        played = await player.play(Key(1, 0, 0), 0, asked, begun, scripted)
+        await begun.end()
     except (ValueError, Failed, EpisodeLost, NotWritten, TemplateRefused) as error:
         text = str(error)
         return Finding(whose, "problem", text if text.startswith("spec.") else f"spec.sessions: {text}")

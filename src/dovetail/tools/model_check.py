@@ -308,11 +308,20 @@ def served(family: ModelFamily) -> Finding:
     except Exception as error:  # of libraries that this machine lacks
         return Finding("vLLM", "skipped", f"vLLM cannot be imported here: {last_line(error)}")
     registered = ModelRegistry.models.get(family.causal_lm)
-    if registered is None:
+    if registered is None and not _wrapped(family):
         return Finding("vLLM", "warning", f"vLLM does not serve {family.causal_lm}")
-    where = str(getattr(registered, "module_name", ""))
-    by = "through its Transformers backend" if ".transformers" in where else "with a class of its own"
+    # What it does not know by name it wraps.
+    own = registered is not None and ".transformers" not in str(getattr(registered, "module_name", ""))
+    by = "with a class of its own" if own else "through its Transformers backend"
     return Finding("vLLM", "ok", f"vLLM serves it {by}")
+
+
+def _wrapped(family: ModelFamily) -> bool:
+    """Whether vLLM's Transformers backend takes the class: its attention must be one that vLLM can replace."""
+    import transformers
+
+    found = getattr(transformers, family.causal_lm, None)
+    return found is not None and bool(found.is_backend_compatible())
 
 
 class _Differs(ValueError):
@@ -358,12 +367,15 @@ def _pass(stages: Sequence[PipelineStage], tokens: Tensor, lengths: Sequence[int
 
 def share(copies: dict[Path, ModelFamily]) -> dict[Path, str | None]:
     """Whether two tensor-parallel ranks compute what one computes, for small copies in these folders: by how much they
-    differ, or None. It starts two processes once."""
+    differ, or None. It starts two processes, which a third one forks that has made their imports."""
+    import multiprocessing.forkserver
+
     import torch.multiprocessing as processes
 
     answers = next(iter(copies)).parent / "answers"
     answers.mkdir(exist_ok=True)
-    processes.spawn(_rank, (copies, answers), nprocs=2)
+    multiprocessing.set_forkserver_preload([__spec__.name])
+    processes.start_processes(_rank, (copies, answers), nprocs=2, start_method="forkserver")
     found = [torch.load(answers / str(rank)) for rank in range(2)]
     return {folder: found[0][str(folder)] or found[1][str(folder)] for folder in copies}
 

@@ -16,10 +16,9 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.reporting.page.page_documents import token_texts
 from dovetail.coordinator.store.database import ReadOnlyDatabase, StoreError
 from dovetail.coordinator.store.store import KeyValues
-from dovetail.manifest.types import Stage
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.wire import Array, Arrays, unpack
-from dovetail.tools.checkpoint_export import export, find, read_job, stage_sources
+from dovetail.tools.checkpoint_export import policy, read_job
 from dovetail.tools.run_facts import (
     COLUMNS,
     HASH,
@@ -198,16 +197,8 @@ def _run_layers(run: Path, iteration: int, tokens: Sequence[int]) -> tuple[list[
 
     spec = read_job(run).spec
     lag = json.loads((run / "plan.json").read_text(encoding="utf-8")).get("lag") or 0
-    version = iteration - 1 - lag
     with tempfile.TemporaryDirectory() as scratch:
-        if version < 1:
-            path = stage_sources(run, read_job(run), Stage.PPO)["actor"].path
-            if path is None or not (Path(path) / "config.json").is_file():
-                raise UsageError(f"no folder holds the weights with which PPO of {run} began")
-            folder = Path(path)
-        else:
-            folder = Path(scratch) / "actor"
-            export(find(run, "actor", version), folder)
+        folder = policy(run, iteration - 1 - lag, Path(scratch))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     with torch.inference_mode():
         found = model(torch.tensor([tokens[:-1]]), output_hidden_states=True)

@@ -85,7 +85,7 @@ def process(place: Place, split: int = 1, shared: bool = False, fails: bool = Fa
     group = {"name": "rollouts", "roles": ["rollout"], "gpu": pod, "vllmArgs": ["--enable-sleep-mode"] * shared}
     models = {"actor": {"source": {"scratch": {"architecture": "llama", "config": LLAMA}}}}
     spec = {"models": models, "groups": [{"name": "trainers", "roles": ["trainer"], "gpu": pod}, group]}
-    document = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "tiny"}, "spec": spec}
+    document = {"apiVersion": "dovetail.dev/v1beta1", "kind": "RLHFJob", "metadata": {"name": "tiny"}, "spec": spec}
     (place.folder / "job.json").write_text(json.dumps(document))
     rollout = {"name": "rollouts-0", "group": "rollouts", "split": dict.fromkeys(HEADS, split) if split > 1 else {}}
     plan = {"world_size": 1, "parallelism": {}, "batching": [], "tasks": [], "trainers": [], "rollouts": [rollout]}

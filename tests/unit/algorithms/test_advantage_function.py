@@ -20,6 +20,7 @@ from dovetail.trainer.algorithms import advantages as adv
 from dovetail.trainer.algorithms.kl import kl_estimate
 from dovetail.trainer.functions import load_advantages, rehearse_advantages
 from helpers.local_trainer import LocalTrainer
+from helpers.patience import PATIENCE
 from helpers.trainer_ranks import job, load_command, ppo_batch
 
 MINE = """
@@ -198,7 +199,7 @@ def test_a_function_that_cannot_be_interrupted_ends_its_process_with_the_sentenc
         "callables.INTERRUPTED_SECONDS = 0.2\nwith time_limit(0.2, 'spec.ppo.loss', 'stubborn:f'):\n"
         "    load_callable('stubborn:f', 'spec.ppo.loss', sys.argv[1])(None)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 2
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("spec.ppo.loss: stubborn:f did not return within 0.2 s (spec.ppo.timeoutSeconds)")

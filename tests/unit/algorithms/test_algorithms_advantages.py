@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import pytest
 import torch
@@ -223,6 +224,25 @@ def test_group_methods_take_the_kl_penalty_off_the_score_and_are_not_whitened() 
         result = adv.compute_advantages(config, kl_coef=0.1, **batch)
         torch.testing.assert_close(result.advantages, function(net, batch["groups"], batch["mask"]))
         assert result.returns is None
+
+
+@pytest.mark.parametrize("whiten_rewards", [False, True])
+@pytest.mark.parametrize("advantage", ["gae", "grpo", "rloo", "reinforce++", "reinforce++-baseline"])
+def test_a_discarded_episode_has_no_say_in_the_others(advantage: Any, whiten_rewards: bool) -> None:
+    """Its row has no token that is learnt, and a group of its own. Its score is of no account."""
+    config, batch = PPO(advantage=advantage, whiten_rewards=whiten_rewards), batch_of()
+    values = torch.randn_like(batch["logprobs"])
+    gone = {name: torch.cat([tensor, tensor[:2]]) for name, tensor in batch.items()}
+    gone["scores"][-2:] = torch.tensor([1e4, -1e4])
+    gone["mask"][-2:] = False
+    gone["groups"][-2:] = torch.tensor([-1, -2])
+    found = adv.compute_advantages(config, kl_coef=0.1, values=torch.cat([values, values[:2]]), **gone)
+    expected = adv.compute_advantages(config, kl_coef=0.1, values=values, **batch)
+    torch.testing.assert_close(found.advantages[:-2], expected.advantages)
+    assert not found.advantages[-2:].any()
+    if expected.returns is not None:
+        assert found.returns is not None
+        torch.testing.assert_close(found.returns[:-2], expected.returns)
 
 
 def test_whitened_rewards_keep_their_mean() -> None:

@@ -160,6 +160,7 @@ def name_of(config: PPO) -> str:
     return "-".join(map(str, (config.advantage, kl.place, kl.estimator, *flags)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ACCEPTED, ids=name_of)
 def test_every_accepted_setting_ends_at_its_objectives_optimum(config: PPO) -> None:
     optimum = optimum_of(config)
@@ -175,6 +176,7 @@ def test_auto_is_one_of_the_accepted_settings_of_each_method() -> None:
         assert (method, config.normalize_std, config.kl_in_loss, config.kl_estimator) in accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "fields"),
     [("gae", {}), ("reinforce++", {}), ("reinforce++-baseline", {}), ("rloo", {"whitenRewards": True})],

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from dovetail.cli.main import cli
 from dovetail.coordinator.data.prepare import Prepared, prepare
 from dovetail.coordinator.loop.experience_maker import IterationPrompts
-from dovetail.coordinator.store.episodes import EndedEpisode
+from dovetail.coordinator.store.episodes import EndedEpisode, Transcript
 from dovetail.coordinator.store.experience_files import ExperienceFiles, episode_arrays, experience_arrays
 from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import Store
@@ -132,7 +132,7 @@ class AgentLoop(Loop):
             call = CallKey(*key, 0, 0, 0)
             self.store.tool_calls.intend(call, "open", {})
             if ending := FAILED.get(key[1:]):
-                self.store.episodes.discard(key, ending, "it failed")
+                self.store.episodes.discard(key, ending, "it failed", Transcript([], 0, 0))
                 continue
             self.store.tool_calls.observe(call, "a coin")
             learnt = np.array([LEARNT, 0, BRANCH if key.prompt == PROMPTS - 1 else 0, LEARNT], np.uint8)

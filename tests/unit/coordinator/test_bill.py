@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dovetail.cli.main import cli
-from dovetail.coordinator.reporting.bill import Bill, both, merged, take
+from dovetail.coordinator.reporting.bill import Bill, both, merged, sentences, take
 from dovetail.coordinator.reporting.page.page_documents import PageDocuments
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
-from dovetail.coordinator.store.outcomes import ROW, Fate, FatePart
+from dovetail.coordinator.store.outcomes import ROW, Fate, FatePart, counts_key
 from dovetail.coordinator.store.store import Store
 from dovetail.protocol.files.trace import chrome_trace
 from dovetail.protocol.messages import Span
@@ -197,9 +197,15 @@ def test_tokens_that_were_drawn_for_nothing_are_told(run: Known) -> None:
         rows = np.zeros(len(lengths), ROW)
         rows["response_tokens"] = lengths
         store.outcomes.put(FatePart(iteration, fate, rows))
+    store.put(counts_key(2), {"kept_tokens": 9, "lost_tokens": 3})
     store.close()
     bill = run.bill()
-    assert bill["tokens"] == {"trained": 40, "replaced": 0, "drawn again": 7, "computed again": 0}
+    twice = {"replaced": 0, "drawn again": 7, "of lost episodes": 3, "computed again": 0}
+    assert bill["tokens"] == {"trained": 40, **twice}
+    generation = next(one["parts"]["generation"] for one in bill["iterations"] if one["iteration"] == 2)
+    assert bill["lost_generation"] == pytest.approx(generation / 4)
+    said = f"3 in episodes that were discarded or played again, about {generation / 4:,.0f} GPU seconds"
+    assert said in " ".join(sentences(bill))
     assert [one["samples"] for one in bill["iterations"]] == [2, 2]
 
 

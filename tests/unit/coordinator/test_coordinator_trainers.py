@@ -30,6 +30,7 @@ from dovetail.protocol.messages import (
     Step,
 )
 from helpers.coordinated import job_of
+from helpers.patience import PATIENCE
 from helpers.records import Records
 
 
@@ -65,7 +66,7 @@ async def form(group: TrainerGroup, *incarnations: str) -> list[JoinReply]:
 
 
 def run(coroutine: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 240))
+    return asyncio.run(asyncio.wait_for(coroutine, PATIENCE))
 
 
 def test_all_ranks_get_rank_zeros_address_once_the_world_is_complete() -> None:

@@ -29,6 +29,7 @@ from dovetail.protocol.process.endings import JOB_FAILED
 from dovetail.protocol.process.env import ProcessEnv
 from helpers.free_ports import free_port
 from helpers.jobs import tiny_job
+from helpers.patience import PATIENCE
 
 
 @pytest.mark.slow
@@ -184,7 +185,7 @@ def test_a_coordinator_that_searches_a_schedule_ends_when_it_is_told_to(tmp_path
         try:
             assert process.stdout.readline() == "searching\n"
             process.send_signal(signal.SIGTERM)
-            assert process.wait(120) == 128 + signal.SIGTERM
+            assert process.wait(PATIENCE) == 128 + signal.SIGTERM
         finally:
             process.kill()
         assert process.stdout.read() == "closed\n"

@@ -32,6 +32,7 @@ from dovetail.protocol.process.endings import JOB_FAILED
 from dovetail.protocol.process.env import ProcessEnv
 from helpers.finished_runs import history_of, report_answers
 from helpers.jobs import tiny_job
+from helpers.patience import PATIENCE
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -270,7 +271,7 @@ def test_a_coordinator_on_a_full_disk_says_so_and_ends(disk: Path, tmp_path: Pat
             [sys.executable, "-m", "dovetail.coordinator.main"],
             env=os.environ | env.write() | {"OMP_NUM_THREADS": "1"},
             stderr=log,
-            timeout=300,
+            timeout=PATIENCE,
         )
     assert ended.returncode == JOB_FAILED, "failed, and no restart would help"
     outcome = with_cause(Outcome(False, "x"), (disk,))

@@ -20,6 +20,7 @@ from dovetail.launch.proctree import Process
 from dovetail.protocol.process.pulse import PROGRESS, PULSE, Progress, Pulse
 from dovetail.rollout.scoring.scorer_app import ScorerService
 from dovetail.rollout.serving import routes
+from helpers.patience import PATIENCE
 
 LIMITS = LivenessLimits(stopped=60, silent=180, busy=1800, starting=1800)
 
@@ -202,7 +203,7 @@ def test_what_a_process_writes_is_progress(tmp_path):
     assert progress.moved()
 
 
-def until(condition, seconds=240.0):
+def until(condition, seconds=PATIENCE):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -258,7 +259,7 @@ def test_a_server_beats_only_after_answers_of_its_engine_core(monkeypatch):
         engine.may_answer.set()
         await task
 
-    asyncio.run(asyncio.wait_for(serve(), 240))
+    asyncio.run(asyncio.wait_for(serve(), PATIENCE))
 
 
 def test_a_scorer_is_alive_while_it_idles_or_works_and_not_while_a_pass_hangs():
@@ -287,4 +288,4 @@ def test_a_scorer_is_alive_while_it_idles_or_works_and_not_while_a_pass_hangs():
         await task
         assert service.alive()
 
-    asyncio.run(asyncio.wait_for(bring(), 240))
+    asyncio.run(asyncio.wait_for(bring(), PATIENCE))

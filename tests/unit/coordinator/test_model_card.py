@@ -14,7 +14,7 @@ from dovetail.manifest.training_types import DPO, PPO, Generation
 from dovetail.manifest.types import RLHFJob
 
 JOB = {
-    "apiVersion": "dovetail.dev/v1alpha1",
+    "apiVersion": "dovetail.dev/v1beta1",
     "kind": "RLHFJob",
     "metadata": {"name": "hello"},
     "spec": {

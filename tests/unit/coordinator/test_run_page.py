@@ -26,6 +26,7 @@ from helpers.demo_runs import TOKEN, append, demo_runs, serve_page
 from helpers.fake_jobs_api import Run
 from helpers.fake_kube import ServerThread
 from helpers.finished_runs import history_of
+from helpers.patience import PATIENCE
 
 SIGNED_IN = {"Authorization": f"Bearer {TOKEN}"}
 
@@ -242,7 +243,7 @@ def test_no_folder_hides_the_other_runs(tmp_path):
     (tmp_path / "mine").mkdir()
     append(tmp_path / "mine" / "history.jsonl", {"stage": "ppo", "step": 7, "time": 1.0, "metrics": {"reward": 0.5}})
     server = serve_page(tmp_path)
-    with httpx.Client(base_url=server.url, timeout=120, headers=SIGNED_IN) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE, headers=SIGNED_IN) as client:
         found = {run["id"]: run for run in client.get("/api/v1/runs").json()["runs"]}
         assert found["mine"]["done"] == 7
         for name in found:
@@ -329,7 +330,7 @@ def test_the_list_hears_of_ended_steps_alone(tmp_path):
     append(run / "events.jsonl", {"event": "sample.moved"})
     server = serve_page(tmp_path)
     with (
-        httpx.Client(base_url=server.url, headers=SIGNED_IN, timeout=60) as client,
+        httpx.Client(base_url=server.url, headers=SIGNED_IN, timeout=PATIENCE) as client,
         client.stream("GET", "/api/v1/changes") as reply,
     ):
         told = (json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: "))
@@ -371,7 +372,7 @@ def test_a_coordinator_answers_one_viewer_at_a_time(tmp_path):
     run = Run(tmp_path)
     server = ServerThread(make_app(run, "secret", CollectorRegistry(), page))
     headers = {"Authorization": "Bearer secret"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client, ThreadPoolExecutor(8) as pool:
+    with httpx.Client(base_url=server.url, headers=headers, timeout=PATIENCE) as client, ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda _: client.get("/v1/page/overview").status_code, range(8)))
     server.close()
     run.history.close()

@@ -383,6 +383,8 @@ def test_a_job_on_a_cluster(browser, tmp_path, monkeypatch):
     api.kube.objects[f"{JOBS}/job"]["status"] |= running
     waits = condition("Suspended", message="spec.suspend is true")
     api.kube.objects[f"{JOBS}/later"] = job("later", "uid-2", conditions=[waits])
+    api.kube.objects[f"{JOBS.replace('/lab/', '/other/')}/far"] = far = job("far", "uid-4", conditions=[waits])
+    far["metadata"]["namespace"] = "other"
     api.kube.objects[f"{JOBS}/done"] = job("done", "uid-3", conditions=[condition("Completed")])
     api.kube.objects["/api/v1/namespaces/lab/events/e"] = {
         "metadata": {"name": "e"},
@@ -399,8 +401,22 @@ def test_a_job_on_a_cluster(browser, tmp_path, monkeypatch):
         with watched(browser, root, forgiven=["Failed to load resource"]) as page:
             page.goto(root)
             page.get_by_text("Give a bearer token").wait_for()
-            page.get_by_label("Namespace").fill("lab")
+            page.get_by_label("Namespace").fill("")  # all of them
             page.get_by_label("Bearer token").fill("ada-token")
+            page.get_by_role("button", name="Show").click()
+            page.get_by_role("heading", name="Jobs in all namespaces").wait_for()
+            page.get_by_role("link", name="other/far", exact=True).click()
+            page.locator(".note", has_text="Suspended").get_by_text("spec.suspend is true").wait_for()
+            page.get_by_role("link", name="Dovetail").click()
+            page.get_by_label("Namespace").fill("lab")
+            page.get_by_role("button", name="Show").click()
+            page.get_by_role("heading", name="Jobs in namespace lab").wait_for()
+            expect(page.get_by_role("link", name="other/far", exact=True)).to_have_count(0)
+            api.kube.rights.discard(("ada", "list", "rlhfjobs"))
+            page.get_by_label("Namespace").fill("")
+            page.get_by_role("button", name="Show").click()
+            page.get_by_text("user 'ada' may not list rlhfjobs.dovetail.dev in all namespaces").wait_for()
+            api.kube.rights.add(("ada", "list", "rlhfjobs"))
             page.get_by_role("button", name="Show").click()
             page.get_by_role("link", name="lab/job", exact=True).click()
             page.get_by_text("Healthy", exact=True).wait_for()

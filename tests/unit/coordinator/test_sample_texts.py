@@ -22,9 +22,10 @@ from dovetail.coordinator.reporting.sample_files import (
     read_rows,
     sample_rows,
 )
-from dovetail.coordinator.reporting.sample_texts import described, printable
+from dovetail.coordinator.reporting.sample_texts import described, printable, session_lines
 from dovetail.coordinator.store.episodes import StoredEpisode, told_of
 from dovetail.coordinator.store.samples import Key, Sample, State
+from dovetail.protocol.errors import UsageError
 from dovetail.protocol.experience import Experience
 
 ESCAPE = "\x1b]0;gotcha\x07"
@@ -209,7 +210,7 @@ def test_the_first_record_of_a_list_is_shown_as_the_model_gets_it() -> None:
     assert first_record('{"event": "iteration.finished"}') is None
 
 
-def test_an_episode_is_shown_as_its_messages() -> None:
+def test_an_episode_is_shown_as_its_messages(tmp_path: Path) -> None:
     call = {"id": "call00000", "type": "function", "function": {"name": "guess", "arguments": {"number": 3}}}
     messages = [
         {"role": "user", "content": "Guess."},
@@ -219,7 +220,7 @@ def test_an_episode_is_shown_as_its_messages() -> None:
     ]
     row = {"iteration": 3, "prompt_index": 0, "sample_index": 1, "prompt": "p", "response": "r", "reward": 0.0}
     row |= {"tokens": 9, "finish_reason": "length", "rollout": "rollouts-1", "weight_version": 2}
-    learnt = np.array([1, 1, 0, 1, 2, 0, 1, 1, 0], np.uint8)
+    learnt = np.array([1, 1, 1, 0, 2, 0, 1, 1, 0], np.uint8)
     stored = StoredEpisode("turns", "", 0.0, messages, 2, 1, learnt, False)
     row |= {"episode": (episode := json.loads(json.dumps(told_of(stored))))}
     assert described(row) == [
@@ -229,7 +230,7 @@ def test_an_episode_is_shown_as_its_messages() -> None:
         '            guess({"number": 3})',
         "  tool:     hig\N{REPLACEMENT CHARACTER}her",
         "  assistant: No.",
-        "  tokens:   2 learnt, 1 told, 1 learnt, 2 asked anew, 2 learnt, 1 told",
+        "  tokens:   3 learnt, 1 told, 2 asked anew, 2 learnt, 1 told",
         "  drawn:    weights 2 on rollouts-1",
     ]
     assert [(turn["role"], turn["learnt"]) for turn in turns("p", "r", row["episode"])] == [
@@ -238,5 +239,34 @@ def test_an_episode_is_shown_as_its_messages() -> None:
         ("tool", False),
         ("assistant", True),
     ]
+    assert session_lines(row) == [
+        "iteration 3, prompt 0, sample 1: reward 0, 9 tokens, 2 turns, 1 calls, turns",
+        "  user:     Guess.",
+        "turn 1, 3 tokens learnt",
+        "  assistant: I try",
+        '            guess({"number": 3})',
+        "  tool:     hig\N{REPLACEMENT CHARACTER}her",
+        "turn 2, 2 tokens learnt",
+        "  assistant: No.",
+        "  tokens:   3 learnt, 1 told, 2 asked anew, 2 learnt, 1 told",
+        "  drawn:    weights 2 on rollouts-1",
+    ]
+    SampleFiles(tmp_path, 10**9).write(3, [row])
+    shown = CliRunner().invoke(cli, ["samples", str(tmp_path), "--session", "0/1"])
+    assert "turn 1, 3 tokens learnt" in shown.output
+    missing = CliRunner().invoke(cli, ["samples", str(tmp_path), "--session", "0/2"])
+    assert missing.exit_code == 2
+    assert "there is no episode 0/2 in it" in missing.output
+    failed = {**episode, "messages": messages[:2], "turns": 1, "calls": 0, "tokens": [], "discarded": True}
+    failed |= {"ending": "environment failed", "why": "the dice fell"}
+    assert session_lines({**row, "episode": failed})[2:] == [
+        "turn 1",
+        "  assistant: I try",
+        '            guess({"number": 3})',
+        "then environment failed: the dice fell",
+        "  drawn:    weights 2 on rollouts-1",
+    ]
+    with pytest.raises(UsageError, match=r"no episodes: --session is for a job with spec\.sessions"):
+        session_lines({name: value for name, value in row.items() if name != "episode"})
     lost = {**episode, "messages": [], "ending": "environment failed", "why": "it is gone", "discarded": True}
     assert described({**row, "episode": lost})[0].endswith("environment failed, it is gone, discarded")

@@ -14,6 +14,7 @@ import pytest
 from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.samples import Assignment, Delta, IllegalTransition, Key, NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import Store
+from helpers.patience import PATIENCE
 
 
 def new(prompt: int = 0, sample: int = 0, tokens: tuple[int, ...] = (5, 6, 7), seed: int = 11) -> NewSample:
@@ -217,10 +218,10 @@ def test_two_coordinators_cannot_share_a_run(tmp_path: Path) -> None:
             print(error)
     """)
     command = [sys.executable, "-c", code, str(tmp_path)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
     assert "another coordinator is using" in told
     store.close()
-    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout == ""
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout == ""
 
 
 def test_a_killed_process_loses_nothing_that_was_committed(tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_a_killed_process_loses_nothing_that_was_committed(tmp_path: Path) -> No
             db.execute("UPDATE kv SET value='-1'")
             os.kill(os.getpid(), signal.SIGKILL)
     """)
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=PATIENCE, check=False)
     assert done.returncode == -9
     assert Store(tmp_path).get("count") == 49
 

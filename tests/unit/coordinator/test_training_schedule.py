@@ -37,6 +37,7 @@ from dovetail.protocol.files.machine_profile import LinkTimes, ModelTimes, PassT
 from dovetail.protocol.messages import Action, CommandResult, Span, StageTimes, Step
 from dovetail.protocol.plan import Layout, Plan, coordinates, rank_at, stages_at
 from dovetail.trainer.engine.executor import check_actions
+from helpers.patience import PATIENCE
 
 
 @pytest.fixture(autouse=True)
@@ -576,7 +577,7 @@ def test_an_iteration_waits_for_no_search(tmp_path: Path, monkeypatch: pytest.Mo
         before = await scheduling.current()
         monkeypatch.setattr(scheduling, "_choose", lambda *_: searching.wait(600))
         scheduling.learn(measured(0.01), 10)
-        meanwhile = await asyncio.wait_for(scheduling.current(), 240)
+        meanwhile = await asyncio.wait_for(scheduling.current(), PATIENCE)
         searching.set()
         await scheduling.close()
         return before, meanwhile
@@ -599,7 +600,7 @@ def test_a_search_that_has_ended_does_not_stand_in_the_next_ones_way(
         for _ in range(2):
             scheduling.learn(measured(0.01), 10)
             assert scheduling._choosing is not None
-            await asyncio.wait_for(asyncio.wait([scheduling._choosing]), 240)  # nobody has collected it
+            await asyncio.wait_for(asyncio.wait([scheduling._choosing]), PATIENCE)  # nobody has collected it
         await scheduling.close()
 
     asyncio.run(go())

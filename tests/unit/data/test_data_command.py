@@ -193,7 +193,7 @@ def test_a_model_of_a_jobs_hub_is_not_taken_for_a_folder_here(tmp_path: Path, mo
     file = write(tmp_path / "p.jsonl", {"prompt": "p"})
     spec = {"stages": ["sft"], "models": {"actor": {"source": {"huggingFace": "Qwen/small"}}}}
     spec |= {"data": {"demonstrations": [{"path": "p.jsonl"}]}, "groups": [{"name": "t", "roles": ["trainer"]}]}
-    job = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "j"}, "spec": spec}
+    job = {"apiVersion": "dovetail.dev/v1beta1", "kind": "RLHFJob", "metadata": {"name": "j"}, "spec": spec}
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     assert "no network" in data(file, "--job", "job.yaml").stderr
     assert asked == ["Qwen/small"]

@@ -22,6 +22,7 @@ from dovetail.coordinator.data.prepare import Prepared, given_prompt, model_sour
 from dovetail.coordinator.data.text import tokenizer
 from dovetail.manifest.types import HubAccess, RLHFJobSpec, Stage
 from helpers.model_folder import llama_shapes, write_weights
+from helpers.patience import PATIENCE
 
 CONFIG = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 SYNTHETIC = [{"synthetic": {"size": 64}}]
@@ -107,7 +108,7 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
         "job.sft_batch(1), job.reward_batch(1), job.prompts(1); print('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code, spec().model_dump_json(by_alias=True), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout.strip() == "False"
 
 

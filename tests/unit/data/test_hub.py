@@ -90,6 +90,16 @@ def test_what_describes_a_model_comes_first_and_then_its_weights_alone(world: Wo
 
 
 @pytest.mark.slow
+def test_a_repository_of_thousands_of_files_is_described(world: World) -> None:
+    """Their list is longer than what a pipe takes before somebody reads it."""
+    steps = {f"checkpoints/global_step_{number:06d}/model.bin": b"" for number in range(3000)}
+    world.server.repository("a/b").push({**FILES, **steps})
+    hub = world.hub(HubSpec(timeout_seconds=90))
+    hub.describe("actor", FIELD, "a/b", None)
+    assert set(hub.files("actor")) == {*FILES, *steps}
+
+
+@pytest.mark.slow
 def test_a_run_that_is_resumed_keeps_its_commit_and_asks_the_hub_for_nothing(world: World) -> None:
     folder, commit = world.fetch()
     newer = world.server.repository("a/b").push({**FILES, "config.json": b'{"model_type": "qwen3"}'})

@@ -13,6 +13,7 @@ import pytest
 from dovetail.cli.push_command import push_model
 from dovetail.protocol.errors import RunError, UsageError
 from helpers.fake_hub import FakeHub
+from helpers.patience import PATIENCE
 
 WEIGHTS = b"1" * 200_000
 
@@ -46,7 +47,7 @@ def push(hub: FakeHub, run_dir: Path, *arguments: str) -> subprocess.CompletedPr
         env=os.environ | own,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
 
 

@@ -17,6 +17,7 @@ from dovetail.coordinator.samples.fusion.sleep import Sleepers
 from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.protocol.messages import Register
 from helpers.coordinated import job_of
+from helpers.patience import PATIENCE
 from helpers.records import Records
 
 
@@ -57,7 +58,7 @@ def play(
             sleepers = Sleepers(
                 fleet, session, lambda event, **fields: None, lambda group, way, _: swaps.append((group, way))
             )
-            async with asyncio.timeout(240):
+            async with asyncio.timeout(PATIENCE):
                 await scenario(server, fleet, sleepers, swaps)
             sleepers.close()
         await runner.cleanup()

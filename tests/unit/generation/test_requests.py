@@ -16,6 +16,7 @@ from dovetail.coordinator.samples.in_flight import GenerationSettings
 from dovetail.coordinator.samples.requests import Connection, Requests, ServerFailure
 from dovetail.protocol.sample_stream import Row, pack_rows, unpack_asked
 from helpers.generation_job import until
+from helpers.patience import PATIENCE
 
 SETTINGS = GenerationSettings()
 ERROR, BINARY = aiohttp.WSMsgType.ERROR, aiohttp.WSMsgType.BINARY
@@ -86,7 +87,7 @@ def play(monkeypatch: pytest.MonkeyPatch, scenario: Callable[[Requests, Session,
         session, events = Session(), list[Any]()
         monkeypatch.setattr(requests, "client_session", lambda **_: session)
         drawn = Requests("token", SETTINGS, lambda event, **fields: events.append((event, fields)))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             await scenario(drawn, session, events)
             await drawn.close()
 
@@ -116,7 +117,7 @@ def test_a_connection_that_is_cancelled_before_it_begins_fails_its_draws() -> No
         connection = Connection(Session(), "http://r0", SETTINGS)  # type: ignore[arg-type]
         connection.task.cancel()
         with pytest.raises(ServerFailure):
-            await asyncio.wait_for(connection.draw(body(), taken), 60)
+            await asyncio.wait_for(connection.draw(body(), taken), PATIENCE)
 
     asyncio.run(main())
 

@@ -23,6 +23,7 @@ from dovetail.protocol.sample_stream import (
     unpack_asked,
     unpack_rows,
 )
+from helpers.patience import PATIENCE
 
 
 def row(number: int, tokens: list[int], reason: str | None = None, extra: bytes = b"") -> Row:
@@ -91,7 +92,7 @@ def answered(scenario: Callable[[Answers, Callable[[], object]], object], second
 
         answers = Answers(send, seconds)
         sending = asyncio.create_task(answers.run())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             await scenario(answers, frames.get)  # type: ignore[misc]
         sending.cancel()
 
@@ -146,7 +147,7 @@ def test_tokens_that_come_while_nobody_reads_are_sent_together() -> None:
         sending.cancel()
         assert [list(r.tokens) for f in frames for r in unpack_rows(f)] == [[0], list(range(1, 101))]
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
 
 def test_long_answers_are_sent_in_parts() -> None:

@@ -14,6 +14,7 @@ from dovetail.tools.serving.chat_server import ServedModel
 from dovetail.tools.serving.conversation import ColumnScreen, PlainScreen, converse, typed_lines
 from dovetail.tools.serving.served_result import has_own_template
 from helpers.fake_openai import FakeOpenAI
+from helpers.patience import PATIENCE
 
 SAMPLING = Sampling(8, 0.5)
 
@@ -65,7 +66,7 @@ def test_closing_a_reply_hangs_up():
         reply = model.reply([{"role": "user", "content": "one"}], SAMPLING)
         assert next(reply) == " "
         reply.close()
-        assert server.hung_up.wait(120)
+        assert server.hung_up.wait(PATIENCE)
         model.close()
 
 

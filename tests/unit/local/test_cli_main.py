@@ -23,9 +23,10 @@ from dovetail.launch.supervisor import Outcome
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.process.extras import DISTRIBUTION, MARKS, require
 from helpers.finished_runs import finished_run
+from helpers.patience import PATIENCE
 
 JOB = {
-    "apiVersion": "dovetail.dev/v1alpha1",
+    "apiVersion": "dovetail.dev/v1beta1",
     "kind": "RLHFJob",
     "metadata": {"name": "small"},
     "spec": {
@@ -346,7 +347,7 @@ def test_text_that_the_terminal_does_not_have_ends_no_command(tmp_path, encoding
     file.write_text('{"prompt": "\u4f60\u597d \\u001b[2J"}\n')
     command = [sys.executable, "-P", "-m", "dovetail.cli.main", "data", str(file)]
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "\\u4f60\\u597d" in done.stdout
     assert "\x1b" not in done.stdout, "records may not move the cursor"
@@ -440,7 +441,7 @@ def test_the_command_line_starts_without_any_extra():
             todo |= {one.name for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})}
     # What .pth files load is there before.
     code = "import sys; before = set(sys.modules); import dovetail.cli.main; print(*set(sys.modules) - before)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
     loaded = {module.partition(".")[0] for module in done.stdout.split()}
     owners = importlib.metadata.packages_distributions()
     assert {module for module in loaded for owner in owners.get(module, ()) if plain(owner) not in required} == set()
@@ -501,7 +502,7 @@ def test_a_replay_is_not_written_among_other_files(tmp_path):
 # ---------------------------------------------------------------- classes
 
 CLASS = {
-    "apiVersion": "dovetail.dev/v1alpha1",
+    "apiVersion": "dovetail.dev/v1beta1",
     "kind": "RLHFJobClass",
     "metadata": {"name": "cpus"},
     "spec": {"queue": "research", "trainer": {"image": "trainer:1"}, "allowed": {"secrets": ["wandb"]}},

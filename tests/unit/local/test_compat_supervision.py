@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+from helpers.patience import PATIENCE
+
 # A forked child with a thread that has not ended yet, an exit function and text that is not flushed yet.
 CHILD = """
 import atexit, os, threading, time
@@ -19,6 +21,6 @@ print("parent", os.waitstatus_to_exitcode(os.wait()[1]))
 
 def test_a_forked_child_waits_for_threads_and_runs_its_exit_functions_once():
     told = subprocess.run(
-        [sys.executable, "-c", CHILD], env=dict(os.environ), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", CHILD], env=dict(os.environ), capture_output=True, text=True, timeout=PATIENCE
     )
     assert told.stdout.split("\n") == ["thread", "exit function", "parent 7", ""], told.stderr

@@ -14,6 +14,7 @@ from dovetail.cli import doctor_command
 from dovetail.cli.doctor_command import findings_table
 from dovetail.cli.main import cli
 from dovetail.gpus.nvidia_driver import BrokenDriver, Device, Driver, NoDriver
+from dovetail.protocol.process.extras import installed_versions
 from dovetail.rollout import versions
 from dovetail.tools.doctor import cluster_checks
 from dovetail.tools.doctor import gpu_checks as gpu
@@ -246,6 +247,7 @@ def test_without_kubectl_or_an_api_server_there_is_one_sentence(monkeypatch: pyt
 def test_the_installed_vllm_is_in_the_range_and_others_are_named() -> None:
     found = versions.installed()
     assert found is not None
+    assert installed_versions()["vllm"] == found[1]
     assert versions.version_problem(found[1]) is None
     first, before = versions.FIRST, versions.BEFORE
     assert versions.version_problem(f"{first[0]}.{first[1]}.0") is None

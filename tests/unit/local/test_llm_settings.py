@@ -10,6 +10,7 @@ from dovetail.local import llm
 from dovetail.local.llm import LLM, SamplingParams
 from dovetail.protocol.errors import RunError
 from helpers.jobs import tiny_job
+from helpers.patience import PATIENCE
 
 
 def save_model(folder, architecture="LlamaForCausalLM", **config):
@@ -79,7 +80,7 @@ def test_each_server_has_gpus_of_its_own_and_vllms_own_seeded_sampler(tmp_path, 
 
     def own_server(folder, name, on_cpu, log, note, given, variables, given_up):
         asked.append((on_cpu, given, variables))
-        both.wait(60)
+        both.wait(PATIENCE)
         raise Stopped
 
     monkeypatch.setattr(llm, "own_server", own_server)

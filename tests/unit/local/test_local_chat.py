@@ -11,6 +11,7 @@ from dovetail.cli.main import cli
 from dovetail.protocol.errors import RunError
 from dovetail.tools.serving.chat import ChatModel, Sampling
 from dovetail.tools.serving.conversation import PlainScreen, converse
+from helpers.patience import PATIENCE
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -101,5 +102,5 @@ def test_questions_may_hold_any_bytes(run_dir, encoding):
         "PYTHONIOENCODING": f"{encoding}:{'surrogateescape' if encoding == 'ascii' else 'strict'}",
     }
     question = "h\N{LATIN SMALL LETTER E WITH ACUTE}llo \N{HIRAGANA LETTER A}\n".encode() + b"caf\xe9\n"
-    done = subprocess.run(command, env=environment, input=question, capture_output=True, timeout=240)
+    done = subprocess.run(command, env=environment, input=question, capture_output=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr.decode(errors="replace")

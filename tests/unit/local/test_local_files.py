@@ -11,13 +11,16 @@ from golden import make_objects
 from dovetail.launch.local.launcher import files_needed
 from dovetail.manifest.documents import parse
 from dovetail.planner.make_plan import make_plan
+from helpers.patience import PATIENCE
 
 
 def run(hard, soft, code):
     def limit():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    done = subprocess.run([sys.executable, "-c", code], preexec_fn=limit, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], preexec_fn=limit, capture_output=True, text=True, timeout=PATIENCE
+    )
     return done.returncode, done.stdout + done.stderr
 
 

@@ -30,12 +30,13 @@ from dovetail.protocol.process.endings import why_ended
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.process.inheritance import take_environment
 from dovetail.rollout.serving.preload import SERVING, TRAINING
+from helpers.patience import PATIENCE
 
 
 def a_job(groups, **spec):
     return RLHFJob.model_validate(
         {
-            "apiVersion": "dovetail.dev/v1alpha1",
+            "apiVersion": "dovetail.dev/v1beta1",
             "kind": "RLHFJob",
             "metadata": {"name": "demo"},
             "spec": {
@@ -490,6 +491,13 @@ def test_resuming_with_another_manifest_names_the_field(tmp_path):
     run.close()
 
 
+def test_a_run_goes_on_with_the_newer_version_of_the_api(tmp_path):
+    run = started(tmp_path / "r", a_job(CPU).model_copy(update={"api_version": "dovetail.dev/v1alpha1"}))
+    run.write_job(a_job(CPU), CPU_PLAN, resume=True)
+    assert json.loads((run.path / "job.json").read_text())["apiVersion"] == "dovetail.dev/v1beta1"
+    run.close()
+
+
 def test_resuming_asks_the_store_too(tmp_path):
     """job.json is lost: what the run was begun with, and how far it is, is in the store."""
     run = started(tmp_path / "r")
@@ -618,7 +626,7 @@ def test_only_a_job_with_rollouts_waits_for_vllm(tmp_path, monkeypatch, rollouts
         [forker] = made
     module, _, function = forker.preload.partition(":")
     program = f"import sys, {module}; {module}.{function}(); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE)
     imported = set(done.stdout.split())
     assert {*TRAINING, *(SERVING if rollouts else ())} <= imported, "a name that nothing has any more is skipped"
     assert ("vllm" in imported) == bool(rollouts)

@@ -24,6 +24,7 @@ from dovetail.planner.make_plan import make_plan
 from dovetail.pod.main import Pod, PodSettings, drain, main, pod_processes
 from dovetail.protocol.files.durable import write_json
 from dovetail.protocol.process.env import ProcessEnv
+from helpers.patience import PATIENCE
 
 SECONDS = 240.0
 
@@ -345,7 +346,7 @@ def test_an_empty_token_is_named_by_the_process_that_read_it(tmp_path, module):
         env=os.environ | env,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 2

@@ -171,7 +171,7 @@ def test_the_report_of_long_samples_still_has_timelines_and_every_table(tmp_path
 
 def test_the_report_shows_the_method_the_manifest_and_the_learning_rates(tmp_path):
     run = finished_run(tmp_path / "run")
-    manifest = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "sums"}}
+    manifest = {"apiVersion": "dovetail.dev/v1beta1", "kind": "RLHFJob", "metadata": {"name": "sums"}}
     critic = {"learningRate": 3e-6}
     settings = {"advantage": "grpo", "samplesPerPrompt": 8, "actorOptimizer": {"learningRate": 2e-6}}
     job = spec(**settings, criticOptimizer=critic).model_dump(mode="json", by_alias=True)
@@ -184,7 +184,7 @@ def test_the_report_shows_the_method_the_manifest_and_the_learning_rates(tmp_pat
     found = report_answers(run)["overview"]
     facts = dict(found["facts"])
     assert found["method"] == "GRPO"
-    assert facts["Manifest"] == "sums (RLHFJob dovetail.dev/v1alpha1)"
+    assert facts["Manifest"] == "sums (RLHFJob dovetail.dev/v1beta1)"
     assert facts["Learning rates"] == "SFT 1e-05 (Cosine), reward model 1e-05 (Cosine), actor 2e-06 (Cosine)"
     assert found["versions"] == {"dovetail": "1.2.3", "torch": "9.9"}
     assert "learningRate: 2.0e-06" in found["manifest"]

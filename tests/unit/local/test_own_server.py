@@ -15,6 +15,7 @@ from dovetail.local.llm import LLM
 from dovetail.protocol.errors import RunError
 from dovetail.tools.serving import served_result
 from helpers.model_folder import save_model_folder
+from helpers.patience import PATIENCE
 
 # As vLLM, it has a process below it.
 SERVER = """
@@ -52,7 +53,7 @@ def lives(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_a_program_that_is_killed_leaves_no_server(tmp_path):
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), SERVER], timeout=120)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), SERVER], timeout=PATIENCE)
     assert done.returncode == -signal.SIGKILL
     (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("pids ")]
     pids = [int(pid) for pid in line.split()[1:]]

@@ -39,6 +39,9 @@ def test_models_and_data_may_take_longer_to_come_than_a_pipeline_to_end(tmp_path
     """A download has the deadline of spec.hub, an hour by default. It was cut after five minutes, without a word. What
     was open is closed."""
 
+    gc.collect()
+    caplog.clear()  # what earlier tests left open
+
     def slow(*arguments):
         time.sleep(1.0)
         raise DataError("spec.hub: the download ended in its own way")

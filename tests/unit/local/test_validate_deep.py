@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from dovetail.cli.main import cli
+from dovetail.coordinator.sessions import http_environment
 from dovetail.gpus.nvidia_driver import Device
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.documents import FieldLines
@@ -95,6 +99,49 @@ def test_an_episode_of_an_agent_of_ones_own_is_played_and_shown(tmp_path: Path) 
     assert done.exit_code == 2
     said = "spec.sessions: the agent ended with exit code 1: OSError: the shop is closed"
     assert said in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+def test_a_service_of_agents_must_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not asked for an episode, which may have effects."""
+    assert dovetail("init", "agent", tmp_path).exit_code == 0
+    monkeypatch.setattr(http_environment, "BACKOFF_SECONDS", 0.01)
+    asked = list[str]()
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(f"{self.command} {self.path}")
+            self.send_error(405)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        document = yaml.safe_load((tmp_path / "job.yaml").read_text())
+        document["spec"]["sessions"] = {"agent": {"url": url}}
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(document))
+        done = dovetail("validate", tmp_path / "job.yaml", "--deep")
+        server.shutdown()
+    assert done.exit_code == 0, done.output
+    assert f"{url} answers; only a run asks it for episodes" in " ".join(done.output.split())
+    assert asked == ["GET /v1/episodes"]
+    done = dovetail("validate", tmp_path / "job.yaml", "--deep")
+    assert done.exit_code == 2
+    said = " ".join(done.stderr.split())
+    assert f"spec.sessions.agent.url: {url} accepts no connection (" in said
+    assert "; start the service, or correct the address" in said
+
+
+@pytest.mark.slow
+def test_an_episode_that_begins_with_too_much_is_named(tmp_path: Path) -> None:
+    assert dovetail("init", "agent", tmp_path).exit_code == 0
+    game = tmp_path / "game.py"
+    game.write_text(game.read_text().replace('return "The number', 'return "Once more. " * 999 + "The number'))
+    done = dovetail("validate", tmp_path / "job.yaml", "--deep", "--set", "spec.sessions.sandbox=None")
+    assert done.exit_code == 2
+    said = r"spec\.sessions: the episode begins with \d+ tokens, but spec\.data\.maxPromptTokens is \d+; raise it"
+    assert re.search(said, " ".join(done.stderr.split()))
 
 
 def test_a_bad_line_of_the_data_is_named(grpo: Path) -> None:

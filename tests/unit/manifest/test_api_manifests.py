@@ -7,10 +7,11 @@ import pytest
 import yaml
 
 from dovetail.manifest.checks.validation import load_manifest, parse_manifest, warnings
+from dovetail.manifest.describe.crd import class_crd, crd
 from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.training_types import PPO
 from dovetail.manifest.type_descriptions import named
-from dovetail.manifest.types import RLHFJob
+from dovetail.manifest.types import API_VERSIONS, RLHFJob
 from helpers.manifests import FIELDS, GOOD, RULES, changed
 
 
@@ -55,13 +56,13 @@ BILLIONS = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9
         ("spec:\n  seed: 1\n  seed: 2\n", "the manifest, line 3, column 3: not valid YAML: `seed` is given twice"),
         ("a: 1\n---\nb: 2\n", "the manifest holds 2 documents; give exactly one RLHFJob."),
         ("\n# nothing\n", "the manifest is empty; give exactly one RLHFJob."),
-        ("- a: 1\n", "The manifest must be a mapping that starts with `apiVersion: dovetail.dev/v1alpha1`."),
-        ("kind: RLHFJob\n", "apiVersion must be dovetail.dev/v1alpha1; it is missing."),
+        ("- a: 1\n", "The manifest must be a mapping that starts with `apiVersion: dovetail.dev/v1beta1`."),
+        ("kind: RLHFJob\n", "apiVersion must be dovetail.dev/v1beta1 or dovetail.dev/v1alpha1; it is missing."),
         (
             "apiVersion: dovetail.dev/v1\nkind: X\n",
-            'apiVersion must be dovetail.dev/v1alpha1; it is "dovetail.dev/v1".',
+            'apiVersion must be dovetail.dev/v1beta1 or dovetail.dev/v1alpha1; it is "dovetail.dev/v1".',
         ),
-        ("apiVersion: dovetail.dev/v1alpha1\nkind: Job\n", 'kind must be RLHFJob; it is "Job".'),
+        ("apiVersion: dovetail.dev/v1beta1\nkind: Job\n", 'kind must be RLHFJob; it is "Job".'),
         ("!!python/object/apply:os.system ['true']\n", "not valid YAML"),
         ("a: &a [*a, \x07]\n", "not valid YAML"),
         ("a: &a {b: [*a]}\n", "line 1, column 12: not valid YAML: an alias must not stand for what it is part of."),
@@ -74,6 +75,13 @@ def test_text_that_is_no_manifest(text, sentence):
     with pytest.raises(ManifestError) as caught:
         load_manifest(text)
     assert sentence in str(caught.value)
+
+
+def test_both_versions_of_the_api_have_the_same_fields():
+    newer, older = (parse_manifest(yaml.safe_dump(GOOD | {"apiVersion": version})) for version in API_VERSIONS)
+    assert newer.spec == older.spec
+    stored = [[each["storage"] for each in made()["spec"]["versions"]] for made in (crd, class_crd)]
+    assert stored == [[True, False], [True, False]]
 
 
 def test_a_manifest_that_is_not_text(tmp_path: Path):

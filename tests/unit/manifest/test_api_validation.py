@@ -321,6 +321,27 @@ def test_fields_that_only_vllm_reads(tmp_path):
     assert files(tmp_path, models={"actor": scratch, "tokenizer": {"train": {}}}) == []
 
 
+@pytest.mark.parametrize(
+    ("given", "factor", "refused"),
+    [
+        (["--model-impl", "transformers"], 8.0, True),
+        (["--model_impl=transformers"], 8.0, True),
+        (["--model-impl", "transformers"], 1.0, False),
+        (["--model-impl", "vllm"], 8.0, False),
+        ([], 8.0, False),
+    ],
+)
+def test_transformers_code_serves_the_model_that_is_trained(tmp_path, given, factor, refused):
+    source = {"source": {"scratch": {"architecture": "granite", "config": {"logits_scaling": factor}}}}
+    groups = [{"name": "t", "roles": ["trainer"]}, {"name": "r", "roles": ["rollout"], "vllmArgs": given}]
+    found = files(tmp_path, models={"actor": source, "tokenizer": {"train": {}}}, groups=groups)
+    told = (
+        "spec.groups[1].vllmArgs: vLLM's Transformers backend leaves out logits_scaling, by which this model's logits "
+        "are divided; remove --model-impl from vllmArgs."
+    )
+    assert found == ([told] if refused else [])
+
+
 def test_heads_have_the_size_that_their_family_gives_them():
     """vLLM on CPUs takes heads of 256 dimensions, not of 16."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4}

@@ -9,7 +9,7 @@ from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.job_class import RLHFJobClass, parse_class
 from helpers.manifests import changed
 
-CLASS = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJobClass", "metadata": {"name": "gpu"}}
+CLASS = {"apiVersion": "dovetail.dev/v1beta1", "kind": "RLHFJobClass", "metadata": {"name": "gpu"}}
 
 
 def a_class(**spec: Any) -> RLHFJobClass:

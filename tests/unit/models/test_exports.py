@@ -20,10 +20,12 @@ from dovetail.coordinator.data.downloads.model_folders import check_weights
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.models import HuggingFaceWriter, PipelineStage, build_stage, load_config
+from dovetail.models.derive import usual_config
 from dovetail.models.export import exported_config
 from dovetail.models.source import in_files
 from dovetail.protocol.messages import ModelRef
 from helpers.family_models import FAMILIES, ref
+from helpers.patience import PATIENCE
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 # Settings of positions, beside those of `FAMILIES`.
@@ -147,6 +149,14 @@ def saved(folder: Path, eos: str = "</s>", style: str = "bytes", specials: tuple
     return folder.with_name(f"{folder.name}-run")
 
 
+def test_positions_of_a_type_that_version_4_never_had_are_written_once() -> None:
+    """Its class takes `rope_scaling` for the new field."""
+    config = usual_config("mellum")
+    found = exported_config(config, "lm", torch.bfloat16)
+    assert type(config).from_dict(found).rope_parameters == config.rope_parameters
+    assert "rope_scaling" not in found
+
+
 @pytest.mark.parametrize("case", POSITIONS)
 def test_positions_are_written_for_both_versions(case: str, tmp_path: Path) -> None:
     family, changes = POSITIONS[case]
@@ -265,7 +275,7 @@ def version_4() -> Path:
             uv, made = Path(sys.executable).with_name("uv"), Path(fresh) / "made"
             options = ["--quiet", "--no-deps", "--python", sys.executable, "--target", str(made)]
             patient = os.environ | {"UV_HTTP_TIMEOUT": "180"}
-            subprocess.run([uv, "pip", "install", *options, *VERSION_4], check=True, env=patient, timeout=600)
+            subprocess.run([uv, "pip", "install", *options, *VERSION_4], check=True, env=patient, timeout=PATIENCE)
             with contextlib.suppress(OSError):
                 made.rename(folder)
     return folder
@@ -294,7 +304,7 @@ def test_transformers_4_computes_the_same(version_4: Path, tmp_path: Path) -> No
         [sys.executable, "-c", READ, str(tmp_path), json.dumps(TEXTS)],
         env=os.environ | {"PYTHONPATH": str(version_4)},
         check=True,
-        timeout=600,
+        timeout=PATIENCE,
     )
     told = json.loads((tmp_path / "told.json").read_text())
     for case, expected in logits.items():

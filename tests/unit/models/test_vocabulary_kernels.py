@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.patience import PATIENCE
+
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[2]
 
@@ -17,7 +19,7 @@ TESTS = Path(__file__).parents[2]
 def errors() -> dict[str, float]:
     """By case; see helpers.interpreted_kernels."""
     command = [sys.executable, "-m", "helpers.interpreted_kernels"]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found

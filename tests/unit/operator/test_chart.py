@@ -59,7 +59,7 @@ def test_unittests():
 @pytest.mark.parametrize("words", [[], EVERYTHING], ids=["defaults", "everything"])
 def test_kubeconform(tmp_path, words):
     kubeconform, location = tool("kubeconform"), kubernetes_schemas(tmp_path)
-    shutil.copy(SCHEMAS / "rlhfjob.schema.json", tmp_path / "rlhfjob-dovetail-v1alpha1.json")
+    shutil.copy(SCHEMAS / "rlhfjob.schema.json", tmp_path / "rlhfjob-dovetail-v1beta1.json")
     examples = [p.read_text() for p in sorted((CHART.parents[1] / "examples").glob("*.yaml"))]
     text = "\n---\n".join([template(*words), *examples])
     # The Prometheus operator's kinds are checked by the cluster that has them.

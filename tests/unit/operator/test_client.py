@@ -11,7 +11,7 @@ from dovetail.manifest.documents import ManifestError
 from helpers.fake_jobs_api import JOBS, Api, condition, of_job
 
 MANIFEST = """
-apiVersion: dovetail.dev/v1alpha1
+apiVersion: dovetail.dev/v1beta1
 kind: RLHFJob
 metadata: {name: fresh}
 spec:
@@ -45,6 +45,8 @@ def cluster(api, monkeypatch):
 def test_a_job_is_submitted_watched_stopped_and_deleted(api, cluster, tmp_path):
     (tmp_path / "job.yaml").write_text(MANIFEST)
     assert cluster.submit(tmp_path / "job.yaml") == "fresh"
+    # Every release serves this version, and refuses a document of another one at its address.
+    assert api.kube.objects[f"{JOBS}/fresh"]["apiVersion"] == "dovetail.dev/v1alpha1"
     assert sorted(job.name for job in cluster.jobs()) == ["fresh", "job"]
     seen = []
 
@@ -212,9 +214,7 @@ def test_samples_of_a_job_without_a_coordinator(sampled, api, state):
 
 def test_what_fails_is_a_sentence(api, cluster):
     with pytest.raises(ManifestError, match="groups"):
-        cluster.submit(
-            {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "x"}, "spec": {}}
-        )
+        cluster.submit({"apiVersion": "dovetail.dev/v1beta1", "kind": "RLHFJob", "metadata": {"name": "x"}, "spec": {}})
     cluster.submit(MANIFEST)
     with pytest.raises(ClientError, match=r"answered 409: .*already exists") as caught:
         cluster.submit(MANIFEST)

@@ -8,11 +8,12 @@ import pytest
 from aiohttp import web
 from kubernetes.aio import client as kubernetes
 
+from dovetail.kube import connection
 from dovetail.kube.resources import POD
 from dovetail.operator.cluster import child_watch
-from dovetail.operator.cluster import client as client_module
 from dovetail.operator.cluster.child_watch import follow
 from dovetail.operator.cluster.client import Client
+from helpers.patience import PATIENCE
 
 
 def pod(name, version):
@@ -109,7 +110,7 @@ async def following(server):
 
 
 async def until(true):
-    async with asyncio.timeout(240):
+    async with asyncio.timeout(PATIENCE):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -164,7 +165,7 @@ def test_a_version_that_the_server_forgot_means_a_new_list(how):
 
 
 def test_a_watch_that_says_nothing_is_replaced(monkeypatch):
-    monkeypatch.setattr(client_module, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "SILENCE_SECONDS", 0.2)
     server = Server([([], "hang"), ([event("ADDED", pod("three", 11))], "hang")], [FIRST])
     check(
         server,

@@ -107,6 +107,8 @@ class Client:
     async def find(self, kind, namespace, name):
         if kind == "Workload":
             return copy.deepcopy(self.workload)
+        if kind == "RLHFJob":
+            return copy.deepcopy(self.job)
         return self.others.get(kind) or self.made.get(name)
 
     async def pages(self, resource, namespace, selector="", fields="", size=0):
@@ -712,6 +714,35 @@ def test_a_job_whose_deletion_was_missed_is_forgotten():
         assert client.calls == []
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("case", ["gone", "another job", "left alone", "not gone", "ending"])
+def test_pods_do_not_outlive_their_job(case):
+    """Kubernetes' garbage collector misses a job that is deleted while its API goes back to an older version."""
+    controller, client = a_controller(suspend=case == "another job")
+    asyncio.run(controller.process(KEY))
+    before = client.job
+    owner = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "name": "demo", "controller": True}
+    owner["uid"] = before["metadata"]["uid"]
+    metadata = {"name": "demo", "namespace": "default", "uid": "old", "resourceVersion": "9"}
+    metadata |= {"labels": {names.JOB_LABEL: "demo"}, "ownerReferences": [owner]}
+    jobset = {"kind": "JobSet", "metadata": metadata}
+    client.others["JobSet"] = jobset
+    if case == "ending":
+        jobset["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    controller.store.put(copy.deepcopy(jobset))
+    controller.store.remove(before)
+    if case == "another job":
+        client.job = copy.deepcopy(before)
+        client.job["metadata"]["uid"] = "another"
+        controller.store.put(copy.deepcopy(client.job))
+    elif case != "not gone":
+        client.job = None
+    if case == "left alone":  # kubectl delete --cascade=orphan; no watch has told of it yet
+        jobset["metadata"]["ownerReferences"] = []
+    client.calls.clear()
+    asyncio.run(controller.process(KEY))
+    assert (("delete", "JobSet") in client.calls) == (case in ("gone", "another job"))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from dovetail.operator.cluster import coordinator_poller as coordinators
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
 from dovetail.operator.reconcile.children import Children
 from dovetail.protocol.process.process_names import COORDINATOR
+from helpers.patience import PATIENCE
 
 KEY = ("default", "demo")
 
@@ -55,13 +56,13 @@ def test_a_job_is_looked_at_again_only_when_its_coordinator_has_news(monkeypatch
     async def check():
         async with serving(monkeypatch, answer) as (follower, changed):
             assert follower.report(KEY, children("127.0.0.1"), "secret") is None, "nobody waits for the answer"
-            assert await asyncio.wait_for(changed.get(), 120) == KEY
+            assert await asyncio.wait_for(changed.get(), PATIENCE) == KEY
             assert follower.report(KEY, children("127.0.0.1"), "secret")["step"] == 1
             often.clear()
-            await asyncio.wait_for(often.wait(), 120)
+            await asyncio.wait_for(often.wait(), PATIENCE)
             assert changed.empty(), "answers that say the same"
             steps["step"] = 2
-            await asyncio.wait_for(changed.get(), 120)
+            await asyncio.wait_for(changed.get(), PATIENCE)
             assert follower.report(KEY, children("127.0.0.1"), "secret")["step"] == 2
 
     asyncio.run(check())
@@ -85,7 +86,7 @@ def test_of_many_jobs_each_is_asked_less_often(monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(asyncio, "sleep", sleep)
                 follower.report(KEY, children("127.0.0.1"), "secret")
-                return await asyncio.wait_for(slept, 120)
+                return await asyncio.wait_for(slept, PATIENCE)
 
     assert asyncio.run(pause()) == 0.25
     monkeypatch.setattr(coordinators, "ASKS_PER_SECOND", 0.5)
@@ -106,7 +107,7 @@ def test_what_cannot_be_read_is_no_answer(monkeypatch):
     async def check():
         async with serving(monkeypatch, answer) as (follower, changed):
             follower.report(KEY, children("127.0.0.1"), "secret")
-            await asyncio.wait_for(done.wait(), 120)
+            await asyncio.wait_for(done.wait(), PATIENCE)
             assert follower.report(KEY, children("127.0.0.1"), "secret") is None
             assert changed.empty()
 
@@ -120,9 +121,9 @@ def test_a_coordinator_without_a_running_pod_is_asked_no_more(monkeypatch):
     async def check():
         async with serving(monkeypatch, answer) as (follower, changed):
             follower.report(KEY, children("127.0.0.1"), "secret")
-            await asyncio.wait_for(changed.get(), 120)
+            await asyncio.wait_for(changed.get(), PATIENCE)
             assert follower.report(KEY, children("127.0.0.1", "Failed"), "secret") is None
             assert follower.report(KEY, children("127.0.0.1"), "secret") is None, "asked anew"
-            await asyncio.wait_for(changed.get(), 120)
+            await asyncio.wait_for(changed.get(), PATIENCE)
 
     asyncio.run(check())

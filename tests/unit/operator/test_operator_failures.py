@@ -31,6 +31,20 @@ def test_a_dead_pod_degrades_the_job_until_it_is_replaced():
     assert not cluster.over()
 
 
+def test_a_failure_that_was_mended_is_not_blamed_for_a_pod_that_starts():
+    """The pod that failed stays for its log, maybe for days."""
+    cluster = running()
+    cluster.end(cluster.pod("trainer"), 1, "CUDA error: device lost")
+    cluster.settle()
+    cluster.remove("Pod", cluster.pod("rollout")["metadata"]["name"])
+    cluster.step()
+    cluster.reconcile()
+    starting = cluster.condition("Running")
+    assert (starting["status"], starting["reason"]) == ("False", "PodsStarting")
+    assert "device lost" not in starting["message"]
+    assert cluster.condition("Degraded")["status"] == "False"
+
+
 @pytest.mark.parametrize(
     ("role", "code", "extra", "reason", "words"),
     [
@@ -134,6 +148,48 @@ def test_a_pod_that_exceeds_its_own_storage_says_so_and_counts():
     failed = cluster.condition("Failed")
     assert failed["reason"] == "PodEvicted"
     assert f"of group train was ended: {told.strip()} (failures of pods" in failed["message"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "why"),
+    [
+        ("Evicted", "The node had condition: [DiskPressure]."),
+        ("OutOfmemory", "Node didn't have enough resource: memory, requested: 2, used: 1, capacity: 2"),
+        ("OutOfnvidia.com/gpu", "Node didn't have enough resource: nvidia.com/gpu, requested: 8, used: 1, capacity: 8"),
+        ("UnexpectedAdmissionError", "Allocate failed due to no healthy devices present, which is unexpected"),
+        ("NodeAffinity", "Predicate NodeAffinity failed: node(s) didn't match Pod's node affinity/selector"),
+        ("NodeShutdown", "Pod was rejected as the node is shutting down."),
+    ],
+)
+@pytest.mark.parametrize("role", ["trainer", "rollout"])
+def test_a_pod_that_its_node_refuses_is_a_disruption_and_no_failure_of_the_job(role, reason, why):
+    """The kubelet gives it no condition DisruptionTarget. Its Job's pauses stay, because it may be refused again."""
+    cluster = running(failurePolicy=restarting(0))
+    pod = cluster.pod(role)
+    pod["spec"] = {"nodeName": "gpu-7"}
+    cluster.refuse(pod, reason, why)
+    result = cluster.reconcile()
+    assert not [place for place in result.delete if place[0] == "Job"], "it would come back at once, again and again"
+    told = cluster.condition("Disrupted")
+    assert told["status"] == "True"
+    assert told["reason"] == (reason if reason.isalnum() else "PodEvicted")
+    assert f"left node gpu-7: Pod was rejected: {why}"[:200] in told["message"]
+    assert cluster.condition("Degraded")["reason"] == "PodEvicted"
+    cluster.settle()
+    assert not cluster.over()
+    assert cluster.condition("Running")["status"] == "True"
+    assert cluster.condition("Disrupted")["status"] == "False"
+
+
+def test_a_pod_that_no_such_node_takes_counts():
+    """It asks for what its node cannot give, and the next one would be refused, too."""
+    cluster = running(failurePolicy=restarting(0))
+    pod = cluster.pod("trainer")
+    cluster.refuse(pod, "SysctlForbidden", 'forbidden sysctl: "net.core.somaxconn" not allowlisted')
+    pod["status"]["containerStatuses"] = []  # none has run
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "PodFailed"
+    assert "net.core.somaxconn" in cluster.condition("Failed")["message"]
 
 
 UNKNOWN = {"type": "Ready", "status": "Unknown", "lastTransitionTime": "2026-11-21T12:03:00Z"}

@@ -16,6 +16,7 @@ from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
 from dovetail.operator.reconcile.children import Children
 from dovetail.operator.reconcile.history import MOST_METRICS, MOST_ROWS, JobHistory, last_row
 from dovetail.protocol.process.process_names import COORDINATOR
+from helpers.patience import PATIENCE
 
 KEY = ("default", "demo")
 
@@ -124,17 +125,17 @@ def test_steps_are_taken_as_they_come_and_outlive_the_coordinators_pod(monkeypat
     async def check():
         async with follower() as (made, changed):
             made.report(KEY, children("127.0.0.1"), "secret")
-            await asyncio.wait_for(changed.get(), 240)
+            await asyncio.wait_for(changed.get(), PATIENCE)
             assert steps(made.history(KEY)) == [("ppo", 1), ("ppo", 2), ("ppo", 3)]
             assert asked == [0, 2, 3]
             rows.append(row(4))
-            await asyncio.wait_for(changed.get(), 240)
+            await asyncio.wait_for(changed.get(), PATIENCE)
             assert steps(made.history(KEY))[-1] == ("ppo", 4)
             assert made.report(KEY, Children({}), "secret") is None
             assert len(steps(made.history(KEY))) == 4, "the pod is gone, its steps are not"
             del rows[1:]
             made.report(KEY, children("127.0.0.1"), "another")
-            await asyncio.wait_for(changed.get(), 240)
+            await asyncio.wait_for(changed.get(), PATIENCE)
             assert steps(made.history(KEY)) == [("ppo", 1)]
             made.forget(KEY)
             assert made.history(KEY) is None

@@ -9,6 +9,7 @@ from aiohttp import web
 from kubernetes.aio import client
 
 from dovetail.operator.cluster import leader
+from helpers.patience import PATIENCE
 
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/system/leases/dovetail-leader"
 CLAIM = "/apis/coordination.k8s.io/v1/namespaces/default/leases/dovetail-all-namespaces"
@@ -77,7 +78,7 @@ def test_a_leader_whose_renewals_hang_stops_in_time(short):
             async with client.ApiClient(settings) as api:
                 lock = leader.Lock(leader.LEASE, "system", "one", api, lambda: None)
                 leading = asyncio.create_task(leader.lead(lock, work))
-                async with asyncio.timeout(120):
+                async with asyncio.timeout(PATIENCE):
                     await started.wait()
                     await asyncio.sleep(2.5)  # some renewals
                     renewed, server.hangs = time.monotonic(), True
@@ -111,7 +112,7 @@ def test_a_renewal_is_one_request_and_a_failed_one_is_followed_by_a_look(monkeyp
                 await asyncio.sleep(0.01)
 
         try:
-            async with client.ApiClient(settings) as api, asyncio.timeout(120):
+            async with client.ApiClient(settings) as api, asyncio.timeout(PATIENCE):
                 lock = leader.Lock(leader.LEASE, "system", "one", api, lambda: answers.append(True))
                 leading = asyncio.create_task(leader.lead(lock, lambda: asyncio.sleep(600)))
                 await until(4)
@@ -156,7 +157,7 @@ def test_the_work_has_ended_when_leading_is_cancelled(short):
             async with client.ApiClient(settings) as api:
                 lock = leader.Lock(leader.LEASE, "system", "one", api, lambda: None)
                 leading = asyncio.create_task(leader.lead(lock, work))
-                async with asyncio.timeout(120):
+                async with asyncio.timeout(PATIENCE):
                     await started.wait()
                 leading.cancel()
                 await asyncio.gather(leading, return_exceptions=True)
@@ -189,7 +190,7 @@ def test_a_leader_that_made_the_lease_itself_stays_leader(short):
             async with client.ApiClient(settings) as api:
                 lock = leader.Lock(leader.LEASE, "system", "one", api, lambda: None)
                 leading = asyncio.create_task(leader.lead(lock, work))
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(PATIENCE):
                     await started.wait()
                 await asyncio.sleep(0.5)
                 held = not leading.done()
@@ -231,7 +232,7 @@ def test_a_follower_whose_clock_is_set_takes_the_lease_of_a_dead_leader_when_it_
                 began = time.monotonic()
                 lock = leader.Lock(leader.LEASE, "system", "two", api, seen.set)
                 leading = asyncio.create_task(leader.lead(lock, work))
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(PATIENCE):
                     await seen.wait()
                     await asyncio.sleep(0.2)
                     ahead = step
@@ -258,7 +259,7 @@ async def served(**servers):
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         settings = client.Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}")
-        async with client.ApiClient(settings) as api, asyncio.timeout(120):
+        async with client.ApiClient(settings) as api, asyncio.timeout(PATIENCE):
             yield api
     finally:
         await runner.cleanup()

@@ -21,6 +21,7 @@ from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.render.context import RenderContext
 from dovetail.planner.make_plan import PlanError, make_plan
 from helpers.fake_cluster import manifest
+from helpers.patience import PATIENCE
 
 SECONDS = 300.0
 
@@ -170,7 +171,7 @@ def test_jobs_that_are_gone_are_not_planned():
                 changed["metadata"]["generation"] = seed
                 await planner.planned(changed, Children())
             planner.go.set()
-            await asyncio.wait_for(planner._asking, 60)
+            await asyncio.wait_for(planner._asking, PATIENCE)
             return planner
         finally:
             await planner.close()
@@ -191,7 +192,7 @@ def test_a_spec_that_another_namespace_asked_for_takes_this_ones_turn():
                 await planner.planned(a_job(n, "greedy", f"job-{n}"), Children())
             await planner.planned(a_job(9, "modest"), Children())
             planner.go.set()
-            await asyncio.wait_for(planner._asking, 60)
+            await asyncio.wait_for(planner._asking, PATIENCE)
             return planner.asked
         finally:
             await planner.close()
@@ -225,7 +226,7 @@ def test_a_planner_that_fails_again_changes_no_status(monkeypatch):
                 clock[0] += 1000
                 await look()
                 planner.go.set()
-                await asyncio.wait_for(planner._asking, 60)
+                await asyncio.wait_for(planner._asking, PATIENCE)
                 planner.go.clear()
                 await look()
             return told, planner.asked, [thing["reason"] for thing in client.made if thing["kind"] == "Event"]

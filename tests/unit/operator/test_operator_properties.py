@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dovetail.operator.reconcile.children import deleting
 from helpers.fake_cluster import FakeCluster, manifest
 
+FATES = ["start", "unschedulable", "image", "fail", "oom", "evict", "refuse", "hopeless"]
+
 
 class Life(RuleBasedStateMachine):
     """A job to which anything may happen."""
@@ -38,7 +40,7 @@ class Life(RuleBasedStateMachine):
     def time(self, seconds):
         self.cluster.pass_time(seconds)
 
-    @rule(data=st.data(), how=st.sampled_from(["start", "unschedulable", "image", "fail", "oom", "evict", "hopeless"]))
+    @rule(data=st.data(), how=st.sampled_from(FATES))
     def pod(self, data, how):
         living = [p for p in self.cluster.pods() if p["status"]["phase"] in ("Pending", "Running") and not deleting(p)]
         if not living:
@@ -56,6 +58,8 @@ class Life(RuleBasedStateMachine):
             self.cluster.end(pod, 137, reason="OOMKilled")
         elif how == "evict":
             self.cluster.end(pod, 143, disrupted=True)
+        elif how == "refuse":
+            self.cluster.refuse(pod, "OutOfpods", "Node didn't have enough resource: pods")
         elif how == "hopeless":
             self.cluster.end(pod, 2, "wrong configuration")
 

@@ -26,7 +26,7 @@ from dovetail.operator.render.objects import supporting_objects
 from dovetail.operator.render.pod import group_pod
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.env import AGENTS_PORT, ProcessEnv
 from helpers import openshift
 
 
@@ -246,6 +246,13 @@ def test_who_is_named_scrapes_the_ports_that_pods_use_and_no_others(groups, port
     assert list(ingress_of(context))[2:] == [([PROMETHEUS], ports)]
     used = {p["containerPort"] for _, spec, _ in pods(context) for c in spec["containers"] for p in c["ports"]}
     assert used == ports
+
+
+def test_a_service_that_plays_episodes_reaches_the_port_of_their_turns_alone():
+    models = yaml.safe_load((make_objects.EXAMPLES / "quickstart-cluster.yaml").read_text())["spec"]["models"]
+    models["reward"] = {"function": "dovetail.coordinator.rewards.earned:earned"}
+    context = a_context(sessions={"agent": {"url": "http://agents:8000"}}, models=models)
+    assert list(ingress_of(context))[2:] == [(None, {AGENTS_PORT})]
 
 
 def test_the_disruption_budget_lets_one_guaranteed_pod_go():

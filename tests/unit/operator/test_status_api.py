@@ -8,6 +8,7 @@ import socket
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+import httpx
 import pytest
 
 from dovetail.kube import names
@@ -18,10 +19,11 @@ from dovetail.protocol.messages import Span
 from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.statusapi import app as status_app
 from dovetail.statusapi import coordinator_reader as coordinators
-from dovetail.statusapi.answer_room import AnswerRoom, TooMany
 from dovetail.statusapi.api_settings import ApiSettings
 from dovetail.statusapi.coordinator_pods import CoordinatorPods
+from dovetail.statusapi.fair_room import FairRoom, TooMany
 from helpers.fake_jobs_api import ALL, JOBS, PODS, Api, child, condition, coordinator_pod, job, of_job, wait
+from helpers.patience import PATIENCE
 
 BASE = "/api/v1/namespaces/lab/rlhfjobs"
 SECRET = "/api/v1/namespaces/lab/secrets/job-token"
@@ -98,6 +100,17 @@ def test_list_pages_through_jobs(api):
     assert rest["continue"] is None
     assert [j["state"] for j in page["items"]] == ["Running", "Failed", "Failed", "Failed"]
     assert page["items"][0]["iteration"] == 2
+
+
+def test_all_namespaces_are_listed_for_whoever_may(api):
+    api.kube.objects[f"{JOBS.replace('/lab/', '/other/')}/far"] = job("far", "u2")
+    found = api.get("/api/v1/rlhfjobs").json()["items"]
+    assert [item["name"] for item in found] == ["job", "far"]
+    assert "namespace" not in api.kube.reviews[-1]["spec"]["resourceAttributes"], "all namespaces"
+    api.kube.rights.discard(("ada", "list", "rlhfjobs"))
+    refused = api.get("/api/v1/rlhfjobs")
+    assert refused.status_code == 403
+    assert refused.json()["detail"] == "user 'ada' may not list rlhfjobs.dovetail.dev in all namespaces"
 
 
 def test_detail_joins_the_jobs_status_with_what_the_coordinator_says(api):
@@ -409,41 +422,77 @@ def test_streams_are_bounded(tmp_path, monkeypatch):
         api.close()
 
 
-def test_one_user_cannot_take_all_streams(tmp_path, monkeypatch):
+ACCOUNTS = "system:serviceaccount:lab"
+
+
+@pytest.mark.parametrize(
+    "users", [("ada", "ada"), (f"{ACCOUNTS}:one", f"{ACCOUNTS}:two"), (f"{ACCOUNTS}:one", f"{ACCOUNTS}-2:one")]
+)
+def test_whoever_takes_all_streams_gives_some_to_the_next_tenant(tmp_path, monkeypatch, users):
+    """Whoever may make ServiceAccounts makes any number of them, maybe in several namespaces."""
     api = Api(tmp_path, monkeypatch, streams=4)
-    api.kube.users["bob-token"] = "bob"
-    api.kube.rights |= {("bob", verb, resource) for _, verb, resource in ALL}
+    api.kube.users |= {"one": users[0], "two": users[1], "bob-token": "bob"}
+    api.kube.rights |= {(user, verb, resource) for _, verb, resource in ALL for user in (*users, "bob")}
     try:
         with ExitStack() as stack:
-            lines = []  # a stream whose lines are forgotten is closed
 
-            def open_one(token):
+            def opened(token):
                 headers = {"Authorization": f"Bearer {token}"}
-                stream = api.client.stream("GET", f"{BASE}/job/events", headers=headers)
-                reply = stack.enter_context(stream)
-                if reply.status_code == 200:
-                    lines.append(reply.iter_lines())
-                    next(lines[-1])
-                else:
-                    reply.read()
-                return reply
+                reply = stack.enter_context(api.client.stream("GET", f"{BASE}/job/events", headers=headers))
+                if reply.status_code != 200:
+                    return json.loads(reply.read())["detail"]
+                lines = reply.iter_lines()
+                next(lines)
+                return lines
 
-            assert [open_one("ada-token").status_code for _ in range(2)] == [200, 200]
-            refused = open_one("ada-token")
-            assert (refused.status_code, refused.json()["detail"]) == (
-                503,
-                "you have 2 streams open already; close one, then ask again",
-            )
-            assert open_one("bob-token").status_code == 200
-        wait(lambda: open_one_and_close(api), "the streams to be free again")
+            theirs = [opened(token) for token in ("one", "two", "one", "two")]
+            bobs = opened("bob-token")
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(theirs[3])  # the newest ended
+            assert "are in use, and" in opened("two"), "they may not take it back"
+            api.kube.objects[f"{JOBS}/job"] = job(conditions=[condition("Running")], stage="ppo", iteration=7)
+            for lines in (*theirs[:2], bobs):
+                until(lines, '"iteration":7')
+        wait(lambda: open_one_and_close(api, "one"), "the streams to be free again")
     finally:
         api.close()
 
 
-def open_one_and_close(api):
-    headers = {"Authorization": "Bearer ada-token"}
+def open_one_and_close(api, token):
+    headers = {"Authorization": f"Bearer {token}"}
     with api.client.stream("GET", f"{BASE}/job/events", headers=headers) as reply:
         return reply.status_code == 200
+
+
+def test_all_streams_of_a_job_share_one_watch_that_an_idle_job_leaves_alone(api):
+    with ExitStack() as stack:
+        streams = []
+        for _ in range(10):
+            headers = {"Authorization": "Bearer ada-token"}
+            reply = stack.enter_context(api.client.stream("GET", f"{BASE}/job/events", headers=headers))
+            streams.append(reply.iter_lines())
+            until(streams[-1], '"iteration":2')
+        polls = api.kube.asked["/apis/authorization.k8s.io/v1/subjectaccessreviews"]
+        wait(lambda: api.kube.asked["/apis/authorization.k8s.io/v1/subjectaccessreviews"] > polls + 100, "many looks")
+        told = {"metadata": {"name": "e"}, "reason": "Told", "lastTimestamp": "2026-11-21T10:00:00Z"}
+        api.kube.objects["/api/v1/namespaces/lab/events/e"] = told
+        for stream in streams:
+            until(stream, '"Told"')
+        api.kube.objects[f"{JOBS}/job"] = job(conditions=[condition("Running")], stage="ppo", iteration=3)
+        for stream in streams:
+            until(stream, '"iteration":3')
+        assert api.kube.asked[f"{JOBS}/job"] == 11, "each stream when it begins, and the one watch"
+        assert api.kube.asked[JOBS] == 1
+        assert api.kube.asked["/api/v1/namespaces/lab/events"] <= 4, "the version, the watch, and what is new twice"
+        del api.kube.objects[f"{JOBS}/job"]
+        for stream in streams:
+            until(stream, "there is no RLHFJob job in namespace lab")
+
+
+def until(lines, text):
+    """Reads a stream up to the line that has this text."""
+    while text not in next(lines):
+        pass
 
 
 def test_any_number_of_events_is_read_in_parts(api):
@@ -477,8 +526,8 @@ TRACE = b"[" + b" " * (7 << 20) + b"]"
 
 
 @contextmanager
-def an_api_with_room_for_one(tmp_path, monkeypatch):
-    api = Api(tmp_path, monkeypatch, answer_bytes=8 << 20, user_bytes=8 << 20)
+def an_api_with_room_for(answers, tmp_path, monkeypatch):
+    api = Api(tmp_path, monkeypatch, answer_bytes=answers * (8 << 20))
     api.run.trace = lambda iteration: TRACE
     try:
         yield api
@@ -487,25 +536,34 @@ def an_api_with_room_for_one(tmp_path, monkeypatch):
 
 
 @contextmanager
-def a_reader_who_stops(api):
+def a_reader_who_stops(api, token="ada-token"):
     """Somebody who has asked for the trace and has read the head of the answer, and no more than the kernel took."""
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
-        slow.settimeout(60)
+        slow.settimeout(PATIENCE)
         slow.connect(("127.0.0.1", api.port))
         path = f"{BASE}/job/iterations/7/trace"
-        slow.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer ada-token\r\n\r\n".encode())
+        slow.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
         assert slow.recv(12) == b"HTTP/1.1 200"
         yield slow
 
 
+def rest_of(slow):
+    """The number of bytes that a reader who stopped gets when he goes on."""
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+    found = 0
+    while got := slow.recv(1 << 20):
+        found += len(got)
+    return found
+
+
 def test_large_answers_that_nobody_reads_are_bounded(tmp_path, monkeypatch):
-    with an_api_with_room_for_one(tmp_path, monkeypatch) as api:
+    with an_api_with_room_for(1, tmp_path, monkeypatch) as api:
         ask = partial(api.get, f"{BASE}/job/iterations/7/trace")
         with a_reader_who_stops(api):
             refused = ask()
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
-            assert "too many large answers to you are under way" in refused.json()["detail"]
+            assert "are in use, and ada would have most" in refused.json()["detail"]
             assert api.get(f"{BASE}/job").status_code == 200, "others are small"
         wait(lambda: ask().status_code == 200, "the room to be free again")
         assert ask().content == TRACE
@@ -516,30 +574,59 @@ def test_large_answers_that_nobody_reads_are_bounded(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_reader_who_takes_too_long_is_cut_off(tmp_path, monkeypatch):
     monkeypatch.setattr(status_app, "SEND_SECONDS", 0.5)
-    with an_api_with_room_for_one(tmp_path, monkeypatch) as api, a_reader_who_stops(api) as slow:
+    with an_api_with_room_for(1, tmp_path, monkeypatch) as api, a_reader_who_stops(api) as slow:
         wait(lambda: api.get(f"{BASE}/job/iterations/7/trace").status_code == 200, "the room to be free again")
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-        found = 0
-        while got := slow.recv(1 << 20):
-            found += len(got)
-        assert found < len(TRACE), "the answer is not whole"
+        assert rest_of(slow) < len(TRACE), "the answer is not whole"
 
 
-def test_nobody_takes_all_the_room():
-    room = AnswerRoom(10, 6)
+def test_two_tenants_who_read_slowly_leave_room_for_a_third(tmp_path, monkeypatch):
+    with an_api_with_room_for(2, tmp_path, monkeypatch) as api:
+        api.kube.users |= {"eve-token": "eve", "bob-token": "bob"}
+        api.kube.rights |= {(user, verb, resource) for _, verb, resource in ALL for user in ("eve", "bob")}
+        with a_reader_who_stops(api), a_reader_who_stops(api, "eve-token") as slow:
+            refused = api.get(f"{BASE}/job/iterations/7/trace")
+            assert refused.status_code == 503, "ada has as much as eve"
+            assert api.get(f"{BASE}/job/iterations/7/trace", token="bob-token").content == TRACE
+            assert rest_of(slow) < len(TRACE), "the newer answer of the two ended"
+
+
+def test_nobody_takes_all_the_room_from_others():
+    room = FairRoom(10, "10 bytes")
     ada, bob = room.share("ada"), room.share("bob")
     ada.take(4)
-    with pytest.raises(TooMany, match="to you"):
-        room.share("ada").take(3)
-    bob.take(5)
-    with pytest.raises(TooMany, match="to others"):
-        room.share("carol").take(2)
+    newest = room.share("ada")
+    newest.take(6)
+    bob.take(3)
+    assert room.held() == {"ada": 4, "bob": 3}, "ada's newest ended"
+    with pytest.raises(TooMany, match="ada has most"):
+        newest.take(1)
+    bob.take(3)
+    with pytest.raises(TooMany, match="all 10 bytes are in use, and bob would have most"):
+        bob.take(1)
+    with pytest.raises(TooMany):
+        room.share("ada").take(2)
+    room.share("carol").take(2)
+    assert room.held()["carol"] == 2
+    ada.leave()
+    ada.leave()
     bob.settle(1)
-    assert room.taken == 5
-    room.share("carol").take(5)
-    ada.leave()
-    ada.leave()
-    assert room.taken == 6
+    assert "ada" not in room.held()
+    with pytest.raises(TooMany):
+        room.share("dan").take(11)
+
+
+def test_who_is_refused_has_ended_nothing():
+    """Two answers of ada could end for bob, but not three, and only three would be enough."""
+    room = FairRoom(100, "100 bytes")
+    answers = [room.share("ada") for _ in range(5)]
+    for each in answers:
+        each.take(18)
+    with pytest.raises(TooMany, match="bob would have most"):
+        room.share("bob").take(60)
+    assert room.held() == {"ada": 90}
+    for each in answers:
+        each.settle(17)
+        each.take(1)
 
 
 # ---------------------------------------------------------------- errors and the rest

@@ -24,6 +24,7 @@ from dovetail.pipelines import (
 from dovetail.pipelines.compat import kernel
 from dovetail.pipelines.schedule import timing_arguments
 from dovetail.pipelines.simulate import order_peak, run_orders
+from helpers.patience import PATIENCE
 
 
 def relaxed(orders, duration, before, after, latency):
@@ -165,5 +166,5 @@ def test_few_passes_are_simulated_without_numba():
         "i = family_instance(ScheduleProblem((ModelPipelines('actor', 2, 4, 1.0, 1.0),)), serial)\n"
         "print(evaluate(i, fixed_orders(i, serial)).makespan, 'numba' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert done.stdout.split() == ["10.0", "False"]

@@ -120,7 +120,7 @@ def counted(plan: Plan) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", [4, 8])
+@pytest.mark.parametrize("micro_batches", [4, pytest.param(8, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("fusion", ["VShaped", "Fused", "TimeSharing"])
 def test_on_gpus_no_schedule_holds_more_than_the_plan_counted(fusion: str, micro_batches: int, tmp_path: Path) -> None:
     for layers in (16, 10):  # ten in eight stages: the first two of them have two layers

@@ -52,13 +52,14 @@ def drawn(lengths: Lengths, count: int, at: float, rng: np.random.Generator) -> 
 @pytest.mark.parametrize(
     ("job", "inventory"),
     [
-        pytest.param("rlhf-65b.yaml", "a100x128.yaml", marks=[pytest.mark.slow, pytest.mark.nightly]),
+        pytest.param("rlhf-65b.yaml", "a100x128.yaml", marks=pytest.mark.nightly),
         ("quickstart.yaml", "a100-v100-a10.yaml"),
-        pytest.param("quickstart-cluster.yaml", "a100-v100-a10.yaml", marks=pytest.mark.slow),
+        ("quickstart-cluster.yaml", "a100-v100-a10.yaml"),
         ("quickstart-cluster.yaml", None),
         ("hh-rlhf.yaml", None),
     ],
 )
+@pytest.mark.slow
 @pytest.mark.usefixtures("searched")
 def test_an_examples_estimate_is_within_3_percent_of_its_simulation(job: str, inventory: str | None) -> None:
     spec = RLHFJob.model_validate(yaml.safe_load((EXAMPLES / job).read_text())).spec

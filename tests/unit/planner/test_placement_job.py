@@ -241,7 +241,8 @@ def test_an_inventory_that_is_too_small_or_a_job_without_ppo_is_refused():
         recommend(spec(stages=["reward"]), {}, Inventory((Pool("p", gpu(A100), 1, 8),)))
 
 
-@pytest.mark.parametrize("name", ["quickstart", "quickstart-cluster", pytest.param("rlhf-65b", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["quickstart", "quickstart-cluster", "rlhf-65b"])
 def test_an_examples_recommended_groups_are_a_valid_manifest(name):
     """Of all its stages: SFT and the reward model share the layouts that are pinned."""
     document = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())

@@ -16,7 +16,7 @@ from dovetail.planner.search import Effort, Limits, Search
 from dovetail.planner.seconds import GPUCosts
 from dovetail.planner.workload import Workload
 from helpers.llama import llama
-from helpers.papers import free_placements, strategies
+from helpers.papers import every_placement, free_placements
 
 A100, A40G, V100, A10 = "NVIDIA-A100-SXM4-80GB", "NVIDIA-A100-SXM4-40GB", "Tesla-V100-SXM2-32GB", "NVIDIA-A10"
 
@@ -30,8 +30,8 @@ def pools(*each: tuple[str, int, int]) -> Inventory:
     return Inventory(tuple(Pool(f"p{i}", gpu(product), nodes, per) for i, (product, nodes, per) in enumerate(each)))
 
 
-def run(there: Inventory, job: Workload, limits=Limits(), strategy="search", estimates=1500):  # noqa: B008
-    return strategies.choose(strategy, limits, GPUCosts(job, there), Effort(estimates))
+def run(there: Inventory, job: Workload, limits=Limits(), estimates=1500):  # noqa: B008
+    return every_placement.search_of(limits, GPUCosts(job, there), Effort(estimates)).run()
 
 
 SMALL = Limits(
@@ -41,7 +41,6 @@ SMALL = Limits(
     inference_pp=1,
     offload=dict.fromkeys(TRAINING, (True,)),
 )
-FREE = free_placements.FreeLimits()
 SMALL_FREE = free_placements.FreeLimits(**vars(SMALL), inference_tp=1, swap=(False,))
 
 
@@ -67,31 +66,11 @@ def test_it_is_within_a_hundredth_of_the_best_of_all_and_finds_a_plan_whenever_t
 ):
     there, job = pools(*(p for p in (first, second) if p)), work(actor, critic)
     limits = replace(SMALL_FREE if free else SMALL, micro_batch=micro)
-    found, best = run(there, job, limits), run(there, job, limits, "exhaustive")
+    found, best = run(there, job, limits), every_placement.exhaustive(limits, GPUCosts(job, there))
     assert (found.best is None) == (best.best is None)
     if found.best is not None and best.best is not None:
         assert found.best.estimate.problem is None
         assert best.best.seconds - 1e-9 <= found.best.seconds <= 1.01 * best.best.seconds
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["prior", pytest.param("grid", marks=pytest.mark.slow), "similar"])
-def test_no_strategy_of_the_papers_beats_it(strategy):
-    there, job = pools((A100, 4, 8)), work("13", "7")
-    ours, theirs = run(there, job, FREE), run(there, job, FREE, strategy)
-    assert ours.best is not None
-    assert theirs.best is not None
-    assert ours.best.seconds <= 1.001 * theirs.best.seconds
-
-
-@pytest.mark.slow
-def test_the_prior_keeps_to_its_shares():
-    there, job = pools((A100, 4, 8)), work()
-    best = run(there, job, FREE, "prior").best
-    assert best is not None
-    assert best.candidate.placement is Placement.SEPARATION
-    trains = {gpu for task in TRAINING for share in best.candidate.shares(task) for gpu in share.range}
-    assert 0.3 <= len(trains) / 32 <= 0.5
 
 
 @pytest.mark.slow

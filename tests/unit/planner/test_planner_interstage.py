@@ -31,9 +31,8 @@ def simulate(
     prompt_lengths: Sequence[int],
     profiles: Sequence[StageProfile],
     threshold: int | None,
-    early: bool = True,
 ) -> StagePrediction:
-    return scan(lengths, prompt_lengths, profiles, [threshold], early=early)[0]
+    return scan(lengths, prompt_lengths, profiles, [threshold])[0]
 
 
 @st.composite
@@ -56,7 +55,7 @@ def stages(draw: st.DrawFn) -> dict[str, Any]:
         )
         for _ in range(draw(st.integers(1, 5)))
     ]
-    return {"lengths": lengths, "prompt_lengths": prompts, "profiles": profiles, "early": draw(st.booleans())}
+    return {"lengths": lengths, "prompt_lengths": prompts, "profiles": profiles}
 
 
 def test_one_stage_after_the_other_by_hand() -> None:
@@ -106,10 +105,10 @@ def test_a_tail_that_does_not_fit_yet_gathers_once_it_does() -> None:
 def test_freed_instances_score_while_the_tail_is_generated() -> None:
     slow = profile(inference_seconds_per_token=1.0)
     lengths = [4, 4, 4, 4, 4, 40]
-    result = simulate(lengths, [1] * 6, [slow, slow], 1, early=False)
+    result = simulate(lengths, [1] * 6, [slow, slow], 1)
     # Serial: 39 s, then 41 s on one instance, 25 on the other. Fused: 25 s from 3 s on, then 41 s from 39 s on.
     assert (result.serial_seconds, result.fused_seconds) == (80.0, 80.0)
-    even = simulate([4, 4, 4, 4, 4, 20] * 2, [1] * 12, [slow] * 4, 2, early=False)
+    even = simulate([4, 4, 4, 4, 4, 20] * 2, [1] * 12, [slow] * 4, 2)
     assert even.fused_seconds < even.serial_seconds
 
 

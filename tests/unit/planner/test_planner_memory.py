@@ -92,8 +92,13 @@ def reference(folder: Path, config: dict[str, Any], head: str = "lm") -> ModelRe
     return ModelRef.model_validate({"path": str(folder), "head": head})
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        *((name, "lm") for name in CONFIGS),
+        *(pytest.param(n, "value", marks=() if n.startswith("llama") else pytest.mark.nightly) for n in CONFIGS),
+    ],
+)
 def test_parameters_are_those_of_the_stages_that_are_trained(tmp_path: Path, name: str, head: Any) -> None:
     config = load_config(reference(tmp_path, CONFIGS[name], head))
     shape = ModelShape.of(CONFIGS[name])
@@ -215,6 +220,15 @@ def test_a_server_by_hand() -> None:
     assert one == pytest.approx((73.2 - 12.6 - 3.6) * 2048, rel=0.02)
     assert memory.footprint("generation", Share("A100-SXM4-80GB", tp=4)).room > 4 * one
     assert memory.footprint("generation", Share("A10")).room < one / 10
+
+
+def test_a_server_shares_experts_over_its_gpus() -> None:
+    """Of Qwen3-30B-A3B's 61 GB a server of four A100 has a quarter on each. Norms and routers are whole."""
+    shape = ModelShape("qwen3_moe", 48, 2048, 768, 32, 4, 128, 151936, experts=128, chosen=8)
+    work = Workload(shape, None, None, None, 8, 8, 1, Lengths.fixed(256), Lengths.fixed(256))
+    model = GPUMemoryModel(work, Inventory((Pool("a", gpu("NVIDIA-A100-SXM4-80GB"), 1, 8, 1e9),)))
+    held = model.serving_load("generation", Share("a", tp=4)).stays["weights"]
+    assert held == pytest.approx(2 * shape.parameters() / 4, rel=0.002)
 
 
 def test_what_does_not_fit_is_said_in_one_sentence() -> None:

@@ -23,7 +23,7 @@ EIGHT = {"gpu": {"product": "A", "perPod": 8}}
 def job(**group: Any) -> RLHFJob:
     groups = [{"name": "g", "roles": ["rollout"], **group}, {"name": "t", "roles": ["trainer"]}]
     spec = {"models": {"actor": {"source": {"scratch": {}}}}, "data": {"maxPromptTokens": 100}, "groups": groups}
-    made = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "t"}, "spec": spec}
+    made = {"apiVersion": "dovetail.dev/v1beta1", "kind": "RLHFJob", "metadata": {"name": "t"}, "spec": spec}
     return RLHFJob.model_validate(made)
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.patience import PATIENCE
+
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[2]
 REFUSED = {
@@ -36,7 +38,7 @@ def made():
         env={**os.environ, "PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -13,6 +13,7 @@ import pytest
 
 from dovetail.protocol.process.debugger import DEBUG, asked_port, wait_for_debugger
 from helpers.free_ports import free_port
+from helpers.patience import PATIENCE
 
 
 def test_it_names_processes_and_their_ports():
@@ -32,7 +33,7 @@ class Client:
     """The few messages of the debug adapter protocol that attach a debugger."""
 
     def __init__(self, port: int) -> None:
-        self._file = socket.create_connection(("127.0.0.1", port), timeout=300).makefile("rwb")
+        self._file = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).makefile("rwb")
         self._sent = 0
 
     def send(self, command: str, **arguments: object) -> None:
@@ -81,7 +82,7 @@ def test_a_debugger_attaches_and_stops_at_a_breakpoint():
         assert stopped["body"]["reason"] == "breakpoint"
         client.send("continue", threadId=stopped["body"]["threadId"])
         assert process.stdout.readline() == "went on\n"
-        assert process.wait(120) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         timer.cancel()
         process.kill()

@@ -26,7 +26,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of a process of a group with V100s. Nobody answers at the coordinator's address."""
     groups = [{"name": "g", "roles": ["trainer", "rollout"], "gpu": {"product": "Tesla-V100-SXM2-32GB", "perPod": 1}}]
     job = {
-        "apiVersion": "dovetail.dev/v1alpha1",
+        "apiVersion": "dovetail.dev/v1beta1",
         "kind": "RLHFJob",
         "metadata": {"name": "j"},
         "spec": {"models": {"actor": {"source": {"scratch": {}}}}, "groups": groups},

@@ -33,6 +33,7 @@ from dovetail.rollout.scoring.scorer_app import ScorerService
 from dovetail.trainer.rank.metrics import MetricsServer
 from helpers.fake_jobs_api import Api
 from helpers.fake_kube import ServerThread
+from helpers.patience import PATIENCE
 from helpers.scorers import ref, samples
 
 TOKEN = "the-jobs-own"
@@ -174,7 +175,7 @@ def test_headers_that_come_byte_by_byte_are_closed(ports: dict[str, int], server
         reader, writer = await asyncio.open_connection("127.0.0.1", ports[server])
         writer.write(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
         closed = asyncio.ensure_future(reader.read())
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(PATIENCE):
             while not closed.done():
                 writer.write(b"x")
                 await asyncio.wait([closed], timeout=0.1)
@@ -335,7 +336,7 @@ def test_a_batch_of_several_pieces_arrives_whole(tmp_path: Path) -> None:
         request = urllib.request.Request(
             f"http://127.0.0.1:{server.port}/v1/batches/ppo/9", headers={"Authorization": f"Bearer {TOKEN}"}
         )
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
             assert reply.headers["Content-Type"] == CONTENT_TYPE
             assert int(reply.headers["Content-Length"]) > 2 * PIECE_BYTES
             assert reply.read() == pack(arrays)
@@ -362,7 +363,7 @@ def test_a_client_drops_a_kept_connection_long_before_its_server_does(monkeypatc
             writer.close()
 
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        async with server, client_session.client_session() as session, asyncio.timeout(60):
+        async with server, client_session.client_session() as session, asyncio.timeout(PATIENCE):
             async with session.get(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"):
                 pass
             await closed.wait()

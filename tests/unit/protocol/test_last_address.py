@@ -24,6 +24,7 @@ from dovetail.rollout.serving.register import Registrar
 from dovetail.rollout.serving.routes import ServerState
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable
 from helpers.free_ports import free_port
+from helpers.patience import PATIENCE
 
 NAME = "job-coordinator.space.svc"
 BEAT = Heartbeat(name="trainer-0", rank=0, incarnation="a", generation=1)
@@ -46,7 +47,7 @@ class Names:
             return self._real(host, port, *args, **options)
         self.asked += 1
         if self.hang is not None:
-            self.hang.wait(120)
+            self.hang.wait(PATIENCE)
         if self.error is not None:
             raise self.error
         return self._real("127.0.0.1", port, *args, **options)
@@ -230,7 +231,7 @@ def test_who_knows_no_address_waits_for_the_name_server_but_not_for_ever() -> No
     hang = threading.Event()
 
     def lookup(_: str) -> list[str]:
-        hang.wait(120)
+        hang.wait(PATIENCE)
         return ["10.0.0.1"]
 
     address = LastAddress(NAME, lookup, wait=0.01, unknown=0.01)

@@ -22,6 +22,7 @@ from dovetail.models.transfer import call, listen, store_at
 from dovetail.trainer.communication.groups import Groups, PeerLost
 from dovetail.trainer.rank.sending import Exchange
 from helpers.free_ports import free_port
+from helpers.patience import PATIENCE
 from helpers.trainer_ranks import layouts
 
 
@@ -51,7 +52,7 @@ def wildcards() -> set[int]:
 
 def answers_as_a_store(port: int, seconds: float) -> bool:
     """Whether torch's store is served at the port. It answers a ping from everybody with the ping's number."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as outsider:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as outsider:
         outsider.sendall(struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 4711))
         outsider.settimeout(seconds)
         try:
@@ -99,9 +100,9 @@ def test_a_rank_takes_nobody_for_its_peer_who_lacks_the_token(tmp_path: Path, to
     ]
     for process in ranks:
         process.start()
-    told = [answers.get(timeout=240) for _ in ranks]
+    told = [answers.get(timeout=PATIENCE) for _ in ranks]
     for process in ranks:
-        process.join(120)
+        process.join(PATIENCE)
     if token == "the job's":
         assert told == [[0, 1]] * 2, "the threads that send kept weights meet there too"
     else:

@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "hack/devcluster"))
 from devcluster import cgroups
 from devcluster.settings import NODES, Cluster, ClusterError
 
+from helpers.patience import PATIENCE
+
 
 @pytest.fixture
 def root(monkeypatch):
@@ -53,6 +55,6 @@ def test_cgroups_of_v2_are_made_twice_and_removed_when_their_processes_are_gone(
             cgroups.remove(cluster, seconds=0.2)
     finally:
         process.kill()
-        process.wait(60)
+        process.wait(PATIENCE)
         cgroups.remove(cluster)
     assert not top.exists()

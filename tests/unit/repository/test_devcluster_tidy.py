@@ -15,6 +15,7 @@ from devcluster import binaries, lifecycle, sysctls
 from devcluster.settings import Cluster, ClusterError, locked, machine_lock, state_root, tidy
 
 from helpers.cluster import running
+from helpers.patience import PATIENCE
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_who_waits_for_a_lock_whose_file_was_removed_has_the_next_one(machine):
         (thread := threading.Thread(target=second)).start()
         order.append("first")
         path.unlink()
-    thread.join(240)
+    thread.join(PATIENCE)
     assert order == ["first", "second"]
     assert path.exists()
 

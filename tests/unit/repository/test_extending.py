@@ -30,6 +30,7 @@ from dovetail.rollout import backend
 from dovetail.rollout.serving import vllm_server as server
 from helpers.fake_coordinator import TOKEN
 from helpers.local_trainer import LocalTrainer
+from helpers.patience import PATIENCE
 from helpers.trainer_ranks import job, load_command, ppo_batch
 
 PAGE = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
@@ -144,7 +145,7 @@ def test_a_data_source_in_its_place(tmp_path: Path) -> None:
     code = f"from dovetail.coordinator.data import formats; print(formats.__file__, formats.detect({row}, ''))"
     command = [sys.executable, "-c", code]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.stdout.split() == [str(data / "formats.py"), "Alpaca"], done.stderr
 
 

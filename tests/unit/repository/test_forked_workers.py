@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.patience import PATIENCE
+
 TESTS = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 CONFTEST = """
@@ -75,7 +77,7 @@ def alive(session: int) -> list[str]:
 
 def test_a_worker_has_the_imports_and_another_takes_the_place_of_one_that_dies(tmp_path: Path) -> None:
     with run(tmp_path, FILE) as process:
-        said, _ = process.communicate(timeout=300)
+        said, _ = process.communicate(timeout=PATIENCE)
     assert "2 failed, 6 passed, 1 skipped" in said, said
     assert "crashed while running" in said
     assert "said by the one that fails" in said
@@ -85,7 +87,7 @@ def test_a_worker_has_the_imports_and_another_takes_the_place_of_one_that_dies(t
 
 def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     with run(tmp_path, "import nothing_of_this_name") as process:
-        said, _ = process.communicate(timeout=300)
+        said, _ = process.communicate(timeout=PATIENCE)
     assert "No module named 'nothing_of_this_name'" in said, said
     assert process.returncode
 
@@ -93,7 +95,7 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
 def test_what_runs_threads_when_imported_is_not_forked(tmp_path: Path) -> None:
     thread = "\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     with run(tmp_path, FILE.replace("os.getpid() != IMPORTED", "os.getpid() == IMPORTED") + thread) as process:
-        said, _ = process.communicate(timeout=300)
+        said, _ = process.communicate(timeout=PATIENCE)
     assert "2 failed, 6 passed, 1 skipped" in said, said
     assert "a module that these import has threads" in said
 
@@ -103,6 +105,6 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         while not (tmp_path / "waits").exists():
             assert process.poll() is None, process.communicate()
         os.killpg(process.pid, signal.SIGINT)
-        said, _ = process.communicate(timeout=300)
+        said, _ = process.communicate(timeout=PATIENCE)
     assert "KeyboardInterrupt" in said
     assert not alive(process.pid)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.patience import PATIENCE
+
 ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "requirements" / "other_torch.py"
 WHEEL = "requirements/vllm-0.32.0+cu126-cp38-abi3-linux_x86_64.whl"
@@ -14,7 +16,7 @@ WHEEL = "requirements/vllm-0.32.0+cu126-cp38-abi3-linux_x86_64.whl"
 
 def listed(lock, *given):
     command = [sys.executable, TOOL, ROOT / "requirements" / lock, *given]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_torch_and_vllm_take_the_places_of_the_locks():

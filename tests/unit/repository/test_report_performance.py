@@ -59,13 +59,13 @@ def test_the_page_has_what_ran_and_the_one_gpu_in_few_words(tmp_path: Path) -> N
     """A section is there if its benchmark ran; the one of a GPU always."""
     facts = {"commit": "0123abcd", "date": "1 May 2030", "machine": "2 cores"}
     some = report.page(
-        {**facts, "sections": {"gae": {"command": "python gae", "load": 0.5, "lines": [{"ratio": 7.25}]}}}
+        {**facts, "sections": {"scoring": {"command": "python scoring", "load": 0.5, "lines": [{"speedup": 7.25}]}}}
     )
     assert [line for line in some.splitlines() if line.startswith("## ")] == [
-        "## Advantages: `make bench-gae`",
+        "## Scoring: `make bench-scoring`",
         "## One GPU: `make bench-gpu`",
     ]
-    assert "| plain / ours |\n|---|\n| 7.2 |" in some
+    assert "| times padded |\n|---|\n| 7.25 |" in some
     assert "of commit 0123abcd, 1 May 2030, on 2 cores" in some.replace("\n", " ")
     every = {
         name: {"command": each.shown, "load": 0.1, "lines": [], "text": []} for name, each in report.SECTIONS.items()

@@ -1,13 +1,17 @@
-"""A pod's vLLM need not find out about the model's class, which takes ten seconds: its image has the answer."""
+"""What a server need not find out or wait for: the model's class, which a pod's image brings along, and a config.json
+beside the tokenizer."""
 
 import json
 from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from dovetail.rollout import compat
 from dovetail.rollout.serving import model_infos
+from dovetail.rollout.serving.plugin import register
 
 pytestmark = pytest.mark.slow  # imports vLLM
 QWEN3 = "Qwen3ForCausalLM"
@@ -54,6 +58,23 @@ def test_a_server_on_cpus_starts_no_process_to_find_out(tmp_path, monkeypatch):
     seen = ModelRegistry.models[QWEN3].inspect_model_cls()
     # vLLM's cache has lists for tuples.
     assert json.dumps(asdict(seen)) == json.dumps(asdict(found))
+
+
+def test_a_server_does_not_wait_for_a_config_that_its_tokenizer_has_not(tmp_path, monkeypatch):
+    from vllm.tokenizers import get_tokenizer
+    from vllm.transformers_utils import config, repo_utils
+
+    def waits(_):
+        raise AssertionError("vLLM waits")
+
+    Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    monkeypatch.setattr(repo_utils, "time", SimpleNamespace(sleep=waits))
+    monkeypatch.setattr(config, "with_retry", repo_utils.with_retry)  # put back at the end
+    with pytest.raises(AssertionError, match="vLLM waits"):
+        get_tokenizer(str(tmp_path))
+    register()
+    assert get_tokenizer(str(tmp_path)).encode("a") == [0]
 
 
 def test_what_is_written_is_what_is_brought(tmp_path, monkeypatch, capsys):

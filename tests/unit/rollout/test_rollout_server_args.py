@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import http.server
 import json
 import threading
@@ -34,6 +35,7 @@ from dovetail.rollout.serving.routes import (
     sampler_of,
 )
 from dovetail.rollout.serving.weights_worker import WeightsWorker
+from helpers.patience import PATIENCE
 
 CONFIG = {
     "hidden_size": 128,
@@ -47,7 +49,7 @@ CONFIG = {
 def job(**group: Any) -> RLHFJob:
     return RLHFJob.model_validate(
         {
-            "apiVersion": "dovetail.dev/v1alpha1",
+            "apiVersion": "dovetail.dev/v1beta1",
             "kind": "RLHFJob",
             "metadata": {"name": "t"},
             "spec": {
@@ -287,6 +289,13 @@ def test_batch_invariant_kernels_need_a_gpu_that_has_them(
     assert "VLLM_BATCH_INVARIANT" not in server.environment(False, {}) | server.environment(True, {}, True)
 
 
+def test_a_server_with_other_logits_than_the_trainers_does_not_start(tmp_path: Path) -> None:
+    """The manifest's own checks do not know the configuration of a model of a hub."""
+    granite = {"config": {"model_type": "granite", "logits_scaling": 8.0}, "arguments": ("--model-impl=transformers",)}
+    problem = server.VLLM().problem(dataclasses.replace(planned(tmp_path, job(), True), **granite))  # type: ignore[arg-type]
+    assert str(problem).startswith("vllmArgs of group g: vLLM's Transformers backend leaves out logits_scaling")
+
+
 def planned(folder: Path, which: RLHFJob, on_cpu: bool) -> ServerPlan:
     return ServerPlan(env(folder), which, which.spec.groups[0], CONFIG, on_cpu, "bfloat16", stages=2)
 
@@ -490,7 +499,7 @@ def test_a_server_reports_itself_ready_once_it_is_healthy(tmp_path: Path) -> Non
         state = ServerState(name="rollout-0", incarnation="i", vllm_version="0", max_model_len=7)
         reporter = Registrar(env(tmp_path, coordinator=f"http://127.0.0.1:{port}/", port=port), state, 0.02)
         reporter.start()
-        assert thrice.wait(120)
+        assert thrice.wait(PATIENCE)
         reporter.stop()
         web.shutdown()
     assert [p["ready"] for p in posts[:2]] == [False, False]

@@ -29,6 +29,7 @@ from dovetail.rollout.received_copy import ReceivedCopy
 from dovetail.rollout.weight_receiver import WeightReceiver
 from dovetail.trainer.weight_sender import WeightParts, WeightSender
 from helpers.free_ports import free_port
+from helpers.patience import PATIENCE
 
 
 class World:
@@ -38,7 +39,7 @@ class World:
         """`placement[rank][model]` is (pp_rank, dp_rank), or with its tp_rank."""
         self.size = len(placement)
         self.slots: list[Any] = [None] * self.size
-        self.barrier = threading.Barrier(self.size, timeout=240)
+        self.barrier = threading.Barrier(self.size, timeout=PATIENCE)
         self.offers: list[Offer] = []
         self.offered = threading.Event()
         self.senders = [
@@ -102,7 +103,7 @@ def run(
     *,
     epoch: int,
     version: int = 1,
-    seconds: float = 240.0,
+    seconds: float = PATIENCE,
     who: list[Receiver] = RECEIVERS,
 ) -> tuple[list[Any], dict[str, Any]]:
     """Results or exceptions of every sender rank and every receiver."""
@@ -110,7 +111,7 @@ def run(
     world.offered.clear()
     with ThreadPoolExecutor(16) as pool:
         sends = [pool.submit(s.publish, command, w) for s, w in zip(world.senders, weights, strict=True)]
-        assert world.offered.wait(120)
+        assert world.offered.wait(PATIENCE)
         offer = world.offers[-1]
         takes = {r.name: pool.submit(receivers[r.name], offer, r) for r in who if r.name in receivers}
         return [f.exception() or f.result() for f in sends], {n: f.exception() or f.result() for n, f in takes.items()}
@@ -220,7 +221,7 @@ def _held_whole(named: tuple[str, torch.Tensor]) -> Part:
 # ---------------------------------------------------------------- from one server to another
 
 
-def send_on(copy: ReceivedCopy, version: int, seconds: float = 240.0, epoch: int = 100) -> Offer:
+def send_on(copy: ReceivedCopy, version: int, seconds: float = PATIENCE, epoch: int = 100) -> Offer:
     request = SendOn(version=version, epoch=epoch, world_size=2, deadline_seconds=seconds)
     return PeerSender(copy, "127.0.0.1").send(request)
 
@@ -299,7 +300,7 @@ def test_a_server_that_stops_midway_is_noticed_by_the_deadline(copied: Any, monk
     class Stopping(peer_sender.Channel):
         def broadcast(self, *args: Any) -> Any:
             if next(sent) == 1:
-                stopped.wait(240)
+                stopped.wait(PATIENCE)
             return super().broadcast(*args)
 
     monkeypatch.setattr(peer_sender, "Channel", Stopping)
@@ -449,7 +450,7 @@ def test_an_offer_that_cannot_be_posted_fails_all_ranks_at_once() -> None:
         errors = [
             pool.submit(s.publish, command, {"actor": stage(0, range(2)).items()}).exception for s in world.senders
         ]
-        assert all("offer" in str(e(timeout=120)) for e in errors)
+        assert all("offer" in str(e(timeout=PATIENCE)) for e in errors)
 
 
 @pytest.mark.slow
@@ -466,7 +467,7 @@ def test_a_sender_that_is_gone_or_frozen_is_noticed_though_its_store_never_answe
 
     class Store:
         def check(self, keys: list[str]) -> bool:
-            return frozen.wait(240)
+            return frozen.wait(PATIENCE)
 
     meeting = rendezvous.Rendezvous(Store(), 0, 2)  # type: ignore[arg-type]
     for _ in range(2):

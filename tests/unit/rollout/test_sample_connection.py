@@ -15,6 +15,7 @@ import pytest
 from dovetail.protocol.sample_stream import FrameError, Row, pack_aborts, pack_requests, unpack_rows
 from dovetail.rollout.serving.routes import ServerState
 from dovetail.rollout.serving.sample_connection import GivenUp, SampleConnection
+from helpers.patience import PATIENCE
 
 pytestmark = pytest.mark.slow  # vLLM's imports
 PARAMS = {"max_tokens": 8, "logprobs": 0, "output_kind": 1, "stream_interval": 2}
@@ -95,7 +96,7 @@ def play(
 
         engine, socket, state = Engine(), Socket(), ServerState(weight_version=4)
         serving = asyncio.create_task(SampleConnection(engine, socket, state).serve())
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE):
             await scenario(engine, socket, state)
             if ends is None:
                 socket.inbox.put_nowait(WebSocketDisconnect())

@@ -21,6 +21,7 @@ from dovetail.protocol.messages import ModelRef, Register
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.wire import pack, unpack
 from dovetail.rollout.scoring import scorer
+from helpers.patience import PATIENCE
 
 CONFIG = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -69,7 +70,7 @@ def test_the_process_joins_scores_and_stops(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
         )
         try:
-            async with asyncio.timeout(300):
+            async with asyncio.timeout(PATIENCE):
                 first = await coordinator.seen.get()
                 assert (first.name, first.kind, first.group) == ("r0-scorer", "scorer", "cpu")
                 assert first.ready

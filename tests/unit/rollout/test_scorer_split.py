@@ -16,6 +16,7 @@ from dovetail.rollout.scoring import forward_passes as scoring
 from dovetail.rollout.scoring import scorer
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
 from dovetail.rollout.scoring.split import SplitModel, StagePass, build_split
+from helpers.patience import PATIENCE
 from helpers.scorers import CONFIG, VOCABULARY, FakeCopies, samples
 
 OPT = {
@@ -136,7 +137,7 @@ class Meeting:
         self.seen += 1
         # The first stage's first pass and the last one's last pass have nobody to meet.
         if self.seen < PASSES if self.is_last else self.seen > 1:
-            self.both.wait(timeout=60)
+            self.both.wait(timeout=PATIENCE)
         return inputs + 1
 
 

@@ -36,6 +36,7 @@ from dovetail.protocol.process.env import ProcessEnv
 from helpers.cluster import wait_for
 from helpers.free_ports import free_port
 from helpers.jobs import tiny_job
+from helpers.patience import PATIENCE
 
 CODE = """\
 import asyncio, ctypes, os, pathlib, sys, time
@@ -256,7 +257,7 @@ def test_a_coroutine_that_hangs_ends_too(folder: Path) -> None:
 @pytest.mark.slow
 def test_what_a_hung_function_started_ends_with_it(folder: Path) -> None:
     failing("child", folder, of("a"), timeoutSeconds=4)
-    wait_for("its end", lambda: not lives(int((folder / "tried").read_text())), 60)
+    wait_for("its end", lambda: not lives(int((folder / "tried").read_text())), PATIENCE)
 
 
 @pytest.mark.slow
@@ -270,7 +271,7 @@ def test_what_a_function_started_in_a_session_of_its_own_ends_with_its_worker(fo
             await settled(lambda: not lives(int((folder / "tried").read_text())))
 
     run(reward("orphan", timeoutSeconds=20), folder, work)
-    wait_for("its end", lambda: not lives(int((folder / "tried").read_text())), 60)
+    wait_for("its end", lambda: not lives(int((folder / "tried").read_text())), PATIENCE)
 
 
 @pytest.mark.slow
@@ -294,7 +295,7 @@ def test_a_worker_ends_whose_exit_is_known_before_its_last_word_is_read(
         return str(error.value)
 
     assert "ended its worker process with exit code 7" in run(reward("orphan", timeoutSeconds=20), folder, work)
-    wait_for("its end", lambda: not lives(int((folder / "tried").read_text())), 60)
+    wait_for("its end", lambda: not lives(int((folder / "tried").read_text())), PATIENCE)
 
 
 @pytest.mark.slow
@@ -482,7 +483,7 @@ def test_a_worker_that_hangs_dies_with_its_coordinator(folder: Path) -> None:
         assert coordinator.stdout is not None
         worker = psutil.Process(int(coordinator.stdout.readline()))
         coordinator.kill()
-    worker.wait(120)
+    worker.wait(PATIENCE)
 
 
 def test_workers_serve_a_loop_of_another_thread(folder: Path) -> None:
@@ -494,7 +495,7 @@ def test_workers_serve_a_loop_of_another_thread(folder: Path) -> None:
 
     thread = threading.Thread(target=lambda: found.append(run(reward("good"), folder, work)))
     thread.start()
-    thread.join(240)
+    thread.join(PATIENCE)
     assert found == [[3.0]]
 
 
@@ -798,7 +799,7 @@ def scores(*keys: tuple[int, int]) -> list[Scores]:
 
 
 async def settled(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(240):
+    async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 

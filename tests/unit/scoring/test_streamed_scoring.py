@@ -21,6 +21,7 @@ from dovetail.protocol.budgets import RESPONSE_BLOCK
 from dovetail.protocol.messages import Span
 from dovetail.protocol.wire import pack, unpack
 from helpers.coordinated import ScorerPool
+from helpers.patience import PATIENCE
 
 PROMPT = 5
 LEAST = STREAMED_PER_SCORER
@@ -119,7 +120,7 @@ class World:
         self.inference.add([done])
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(PATIENCE):
             while not condition():  # noqa: ASYNC110 - scorers know nothing of the test
                 await asyncio.sleep(0.01)
 

@@ -4,116 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
-
-from dovetail.coordinator.data.text.chat_template import chat_format
-from dovetail.coordinator.sessions.agent import AgentPlayer
-from dovetail.coordinator.sessions.agents import Agents
-from dovetail.coordinator.sessions.bridge import Bridge
-from dovetail.coordinator.sessions.chat_routes import ChatRoutes
-from dovetail.coordinator.sessions.effects import Failed
-from dovetail.coordinator.sessions.play import AskedTurn, Ending, Played, SampledTurn
-from dovetail.coordinator.store.samples import Key
-from dovetail.coordinator.user_code.sandbox import Sandbox
-from dovetail.manifest.training_types import Generation, SessionAgent
-from helpers.chat_templates import byte_tokens, said, shipped, with_ends
-
-pytestmark = pytest.mark.slow
-
-END = "<|im_end|>"
-# The whole agent, with one tool. It imports nothing of ours. What it is to do besides is in the record.
-AGENT = '''
-import json, sys
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from openai import OpenAI
 
-client, record = OpenAI(), json.load(sys.stdin)
-tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {
-    "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}}}
-messages, told = list(record["messages"]), []
+from dovetail.coordinator.sessions import http_environment
+from dovetail.coordinator.sessions.chat_routes import ChatRoutes
+from dovetail.coordinator.sessions.effects import Failed
+from dovetail.coordinator.sessions.play import Ending, Played
+from dovetail.coordinator.user_code.sandbox import Sandbox
+from helpers.agent_life import END, Job, added, learnt
+from helpers.chat_templates import said
+from helpers.free_ports import free_port
+from helpers.patience import PATIENCE
 
-
-def ask(messages=messages, **settings):
-    return client.chat.completions.create(model="gpt-4o", messages=messages, tools=[tool], **settings)
-
-
-def turn(**settings):
-    found = ask(**settings).choices[0]
-    messages.append(found.message.model_dump(exclude_none=True))
-    for call in found.message.tool_calls or []:
-        given = json.loads(call.function.arguments)
-        messages.append({"role": "tool", "tool_call_id": call.id, "content": str(given["a"] + given["b"])})
-    return found
-
-
-def tell(found):
-    """What the test sees."""
-    print("TOLD", json.dumps(found), file=sys.stderr, flush=True)
-
-
-exec(record["do"])
-'''
-
-
-def added(a: int, b: int, words: str = "") -> str:
-    return f'{words}<tool_call>\n{{"name": "add", "arguments": {{"a":{a}, "b": {b}}}}}\n</tool_call>{END}'
-
-
-class Job:
-    """A job with one episode after another. The model says `answers`, one in each turn that is drawn."""
-
-    def __init__(self, folder: Path, answers: list[str], max_turns: int = 8, most: int = 10**6) -> None:
-        folder.chmod(0o755)
-        (folder / "agent.py").write_text(AGENT)
-        self.folder, self.answers, self.max_turns, self.most = folder, answers, max_turns, most
-        self.tokenizer = with_ends(byte_tokens(), shipped()["trl: qwen2_5"][0])
-        self.command = [sys.executable, "agent.py"]
-        self.seconds, self.sandbox = 300.0, Sandbox(folder)
-        self.drawn: list[tuple[AskedTurn, SampledTurn]] = []
-        self.notes: list[dict[str, Any]] = []
-        self.during: Callable[[], Any] | None = None
-
-    def play(self, do: str = "while turn().message.tool_calls: pass", **record: Any) -> Played:
-        return asyncio.run(self._play({"messages": [said("user", "Add.")], "do": do, **record}))
-
-    async def _play(self, record: dict[str, Any]) -> Played:
-        given = SessionAgent(command=self.command, timeout_seconds=self.seconds)
-        routes = ChatRoutes(Generation(), 4096, lambda event, **note: self.notes.append(note))
-        agents = Agents(given, self.folder, self.sandbox, routes)
-        chat = chat_format(self.tokenizer)
-        player = AgentPlayer.of(Bridge(chat, self.tokenizer), self.tokenizer, chat, self.max_turns)
-        await agents.open()
-        try:
-            episode = await agents.begin("1-0-0-0", record)
-            return await player.play(Key(1, 0, 0), 0, record["messages"], episode, self._draw)
-        finally:
-            assert routes.episodes == {}
-            await agents.close()
-
-    async def _draw(self, asked: AskedTurn) -> SampledTurn:
-        if asked.before > self.most:
-            return SampledTurn([], [], False)
-        if self.during is not None:
-            await self.during()
-        text = self.answers[len(self.drawn)]
-        ids = self.tokenizer(text)["input_ids"]
-        found = SampledTurn(ids, [-1.0] * len(ids), text.endswith(END))
-        self.drawn.append((asked, found))
-        return found
+pytestmark = pytest.mark.slow
 
 
 def told(captured: Any) -> list[Any]:
     lines = captured.readouterr().err.splitlines()
     return [json.loads(line.removeprefix("TOLD ")) for line in lines if line.startswith("TOLD ")]
-
-
-def learnt(job: Job, played: Played) -> list[str]:
-    return [job.tokenizer.decode(branch.tokens[branch.learnt]) for branch in played.branches]
 
 
 GAME = [added(1, 2), added(3, 4, "And now."), f"It is 7.{END}"]
@@ -197,8 +117,7 @@ def test_what_an_agent_may_not_choose(tmp_path: Path, capfd: Any) -> None:
     played = job.play("""
 from openai import BadRequestError
 refused = []
-for settings in ({"n": 2}, {"logit_bias": {"5": 1}}, {"response_format": {"type": "json_object"}},
-                 {"tool_choice": "required"}, {"stop": ["!"]}, {"max_tokens": 0}, {"messages": []},
+for settings in ({"n": 2}, {"logit_bias": {"5": 1}}, {"stop": [""]}, {"max_tokens": 0}, {"messages": []},
                  {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
                  {"messages": [{"role": "user", "content": "\\ud800"}]}):
     try:
@@ -207,28 +126,107 @@ for settings in ({"n": 2}, {"logit_bias": {"5": 1}}, {"response_format": {"type"
         refused.append([list(settings)[0], str(error)])
 tell(refused)
 for _ in range(3):
-    turn(temperature=0.2, top_p=0.5, seed=3, frequency_penalty=0.0, presence_penalty=1.0, n=1, tool_choice="auto",
-         response_format={"type": "text"}, extra_body={"top_k": 5})
+    turn(temperature=0.2, top_p=0.5, seed=3, frequency_penalty=0.0, presence_penalty=1.0, n=1, tool_choice="required",
+         response_format={"type": "json_object"}, extra_body={"top_k": 5})
 tell([client.models.list().data[0].id, client.models.list().data[0].max_model_len])
 try:
     OpenAI(api_key="another").models.list()
 except Exception as error:
     tell(error.status_code)
+try:
+    client.embeddings.create(model="actor", input="a")
+except Exception as error:
+    tell(error.body["message"])
 """)
-    refused, model, status = told(capfd)
+    refused, model, status, unknown = told(capfd)
     assert [name for name, _ in refused] == [
-        *("n", "logit_bias", "response_format", "tool_choice", "stop", "max_tokens", "messages", "messages", "messages")
+        *("n", "logit_bias", "stop", "max_tokens", "messages", "messages", "messages")
     ]
-    assert 'tool_choice is "required", which cannot be trained with; leave it out' in refused[3][1].replace("\\", "")
+    assert "n is 2, which cannot be trained with; leave it out" in refused[0][1]
+    assert unknown == "a job has no POST /v1/embeddings; ask at /v1/chat/completions or /v1/responses"
     assert (model, status) == (["actor", 4096], 401)
     assert [(note["setting"], note["asked"], note["used"]) for note in job.notes] == [
         ("temperature", 0.2, 1.0),
         ("top_p", 0.5, 1.0),
         ("top_k", 5, 0),
         ("seed", 3, None),
+        ("tool_choice", "required", "auto"),
         ("presence_penalty", 1.0, 0),
+        ("response_format", {"type": "json_object"}, {"type": "text"}),
     ], "once each"
     assert learnt(job, played) == ["".join(GAME)]
+
+
+def test_an_answer_ends_with_what_the_agent_says_ends_it(tmp_path: Path, capfd: Any) -> None:
+    """The text that ends an answer is learnt, as it was sampled. What the model wrote behind it is not."""
+    wrote = [f"<think>é</think>Look it up.\nObservation: 5{END}", f"It is 5.{END}"]
+    job = Job(tmp_path, wrote)
+    played = job.play("""
+first = turn(stop=["Obs", "never"])
+messages.append({"role": "user", "content": "Observation: 6"})
+tell([first.message.content, first.finish_reason, turn(stop="vation").message.content])
+""")
+    assert told(capfd) == [["Look it up.", "stop", "It is 5."]]
+    assert played.ending == Ending.ANSWERED
+    assert sorted(learnt(job, played)) == [wrote[0].partition("ervation")[0], wrote[1]]
+    assert all(asked.exchange.answer is not None for asked, _ in job.drawn)
+
+
+RESPONSES = """
+call = {"type": "function", **tool["function"]}
+items = [{"role": "user", "content": [{"type": "input_text", "text": "Add."}]}]
+
+
+def respond(**settings):
+    asked = {"model": "gpt-5", "instructions": "Add well.", "input": items, "tools": [call], **settings}
+    if not streamed:
+        return client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        kinds.extend(event.type for event in stream)
+        return stream.get_final_response()
+
+
+kinds, done = [], False
+while not done:
+    response = respond(tool_choice="required")
+    items += [item.model_dump(exclude_none=True) for item in response.output]
+    calls = [item for item in response.output if item.type == "function_call"]
+    for item in calls:
+        given = json.loads(item.arguments)
+        answer = str(given["a"] + given["b"])
+        items.append({"type": "function_call_output", "call_id": item.call_id, "output": answer})
+    done = not calls
+tell([response.output_text, response.status, response.usage.total_tokens > 0, [item["type"] for item in items[1:]]])
+tell(kinds)
+refused = []
+image = {"type": "input_image", "image_url": "a"}
+for wrong in ({"previous_response_id": response.id}, {"tools": [{"type": "web_search"}]},
+              {"input": [{"type": "message", "role": "user", "content": [image]}]}, {"input": [{"type": "shell"}]}):
+    try:
+        respond(**wrong)
+    except Exception as error:
+        refused.append(error.body["message"])
+tell(refused)
+"""
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_agent_that_uses_the_responses_api(tmp_path: Path, capfd: Any, streamed: bool) -> None:
+    wrote = [added(1, 2, "I add."), added(3, 4), f"<think>\nEasy.\n</think>\n\nIt is 7.{END}"]
+    job = Job(tmp_path, wrote)
+    played = job.play(f"streamed = {streamed}{RESPONSES}")
+    (answer, status, counted, kinds), events, refused = told(capfd)
+    assert (answer, status, counted) == ("It is 7.", "completed", True)
+    call = ["function_call", "function_call_output"]
+    assert kinds == ["message", *call, *call, "reasoning", "message"]
+    assert events.count("response.completed") == (3 if streamed else 0)
+    assert len(refused) == 4
+    assert "previous_response_id is set" in refused[0]
+    assert 'tools.0.type is "web_search"' in refused[1]
+    assert 'input.0.type is "shell"' in refused[3]
+    assert [len(asked.exchange.messages) for asked, _ in job.drawn] == [2, 4, 6]
+    assert job.drawn[-1][0].exchange.messages[0] == {"role": "system", "content": "Add well."}
+    assert learnt(job, played) == ["".join(wrote)], "one branch"
 
 
 @pytest.mark.parametrize(
@@ -371,3 +369,184 @@ tell(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], s
     (pid,) = told(capfd)
     status = Path(f"/proc/{pid}/status")
     assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def generate(prompt: list[int], key: str, base_url: str) -> dict[str, Any]:
+    """A turn in token ids, as a client of vLLM's route asks for it."""
+    body = {"token_ids": prompt, "sampling_params": {"max_tokens": 100, "logprobs": 1, "top_p": 0.5}}
+    asked = urllib.request.Request(
+        f"{base_url.removesuffix('/v1')}/inference/v1/generate",
+        json.dumps(body).encode(),
+        {"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
+        return dict(json.load(answer))
+
+
+class Service:
+    """An agent that runs somewhere, and is asked for episodes."""
+
+    def __init__(self, plays: Callable[[dict[str, Any]], Any], faults: list[str] | None = None) -> None:
+        self.plays, self.faults = plays, faults or []
+        self.asked: list[dict[str, Any]] = []
+
+    async def episodes(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        self.asked.append(asked)
+        await asyncio.to_thread(self.plays, asked)
+        match self.faults.pop(0) if self.faults else "":
+            case "drops":
+                assert request.transport is not None
+                request.transport.abort()
+            case "500":
+                return web.Response(status=500, text="the agent is confused")
+        return web.json_response({})
+
+    def play(self, job: Job, **record: Any) -> Played:
+        async def main() -> Played:
+            app = web.Application()
+            app.router.add_post("/v1/episodes", self.episodes)
+            async with TestServer(app) as server:
+                job.url = str(server.make_url(""))
+                return await job._play({"messages": [said("user", "Add.")], **record})
+
+        return asyncio.run(main())
+
+
+def adds(asked: dict[str, Any]) -> None:
+    """It has one tool, and says what it earned."""
+    client = OpenAI(base_url=asked["base_url"], api_key=asked["api_key"])
+    numbers = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+    schema = {"type": "object", "properties": numbers, "required": ["a", "b"]}
+    add: Any = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": schema}}
+    messages: list[Any] = list(asked["record"]["messages"])
+    while True:
+        found = client.chat.completions.create(model=asked["model"], messages=messages, tools=[add]).choices[0].message
+        messages.append(found.model_dump(exclude_none=True))
+        if not found.tool_calls:
+            client.post("/reward", body={"reward": asked["record"]["worth"]}, cast_to=object)
+            return
+        for made in found.tool_calls:
+            given = json.loads(made.function.arguments)  # type: ignore[union-attr]
+            messages.append({"role": "tool", "tool_call_id": made.id, "content": str(given["a"] + given["b"])})
+
+
+def test_a_service_plays_an_episode_and_once_more_when_its_connection_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then it gets the answers that are stored."""
+    monkeypatch.setattr(http_environment, "TRIES", 3)
+    monkeypatch.setattr(http_environment, "BACKOFF_SECONDS", 0.01)
+    job, service = Job(tmp_path, GAME), Service(adds, ["drops", "drops"])
+    played = service.play(job, worth=0.25)
+    assert (played.ending, played.turns, played.calls, played.reward) == (Ending.ANSWERED, 3, 2, 0.25)
+    assert learnt(job, played) == ["".join(GAME)]
+    assert [asked["episode"] for asked in service.asked] == ["run-1-0-0-0"] * 3
+    with pytest.raises(Failed, match=r"/v1/episodes lost its connection \(ServerDisconnectedError\), 3 times$"):
+        Service(lambda asked: None, ["drops"] * 3).play(Job(tmp_path, GAME))
+
+
+def test_a_service_that_is_away_for_long_plays_the_episode_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies in the midst of an episode, and nobody can connect to it for more tries than are made otherwise."""
+    monkeypatch.setattr(http_environment, "TRIES", 2)
+    monkeypatch.setattr(http_environment, "BACKOFF_SECONDS", 0.01)
+    job, port = Job(tmp_path, GAME), free_port()
+    refused, first, job.url = 0, Service(adds, ["drops"]), f"http://127.0.0.1:{port}"
+    again, asks = Service(adds), aiohttp.TCPConnector.connect
+
+    async def served(service: Service) -> web.AppRunner:
+        app = web.Application()
+        app.router.add_post("/v1/episodes", service.episodes)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+        return runner
+
+    async def main() -> Played:
+        runners = [await served(first)]
+
+        async def connect(self: Any, request: Any, *others: Any, **options: Any) -> Any:
+            nonlocal refused
+            try:
+                return await asks(self, request, *others, **options)
+            except aiohttp.ClientConnectorError:
+                refused += 1
+                if refused == 5:
+                    runners.append(await served(again))
+                raise
+
+        async def die() -> None:
+            if job.drawn and len(runners) == 1:
+                await runners[0].cleanup()
+
+        monkeypatch.setattr(aiohttp.TCPConnector, "connect", connect)
+        job.during = die
+        try:
+            return await job._play({"messages": [said("user", "Add.")], "worth": 0.5})
+        finally:
+            for runner in runners:
+                await runner.cleanup()
+
+    played = asyncio.run(main())
+    assert (played.ending, played.turns, played.reward) == (Ending.ANSWERED, 3, 0.5)
+    assert learnt(job, played) == ["".join(GAME)]
+    assert (refused, len(again.asked)) == (5, 1)
+
+
+def test_a_first_prompt_that_is_too_long_is_refused_and_a_shorter_one_is_not(tmp_path: Path, capfd: Any) -> None:
+    job = Job(tmp_path, [f"Yes.{END}"])
+    job.room = 700
+    played = job.play("""
+import openai
+for words in (500, 0):
+    try:
+        turn(messages=[{"role": "user", "content": "so " * words}])
+    except openai.BadRequestError as error:
+        tell(str(error))
+""")
+    assert (played.ending, played.turns) == (Ending.ANSWERED, 1)
+    (refusal,) = told(capfd)
+    assert "tokens, but spec.data.maxPromptTokens is 700; raise it, because the tools and all" in refusal
+    with pytest.raises(Failed, match=r"the agent ended with exit code 1: .*spec\.data\.maxPromptTokens is 700"):
+        job.play("turn(messages=[{'role': 'user', 'content': 'so ' * 500}])")
+
+
+def test_what_a_service_fails_is_not_the_models(tmp_path: Path) -> None:
+    with pytest.raises(Failed, match=r"/v1/episodes answered 500: the agent is confused$"):
+        Service(lambda asked: None, ["500"]).play(Job(tmp_path, GAME))
+    job = Job(tmp_path, GAME)
+    job.url = "http://no-such-host.invalid:1"
+    with pytest.raises(ValueError, match=r"^spec\.sessions\.agent\.url: http://no-such-host.* cannot be reached"):
+        job.play()
+
+
+def test_a_service_asks_in_token_ids(tmp_path: Path) -> None:
+    """The prompt goes on with the ids that were sampled. What is asked again is the same turn, and what begins
+    otherwise is a branch."""
+    turns = [f"One.{END}", f"Two.{END}", f"Three.{END}"]
+    job, answers = Job(tmp_path, turns), list[dict[str, Any]]()
+
+    def plays(asked: dict[str, Any]) -> None:
+        ask = partial(generate, key=asked["api_key"], base_url=asked["base_url"])
+        encode = job.tokenizer
+        prompt = encode("Count.")["input_ids"]
+        answers.extend([ask(prompt), ask(prompt)])
+        prompt = [*prompt, *answers[0]["choices"][0]["token_ids"], *encode("Go on.")["input_ids"]]
+        answers.extend([ask(prompt), ask(encode("Again.")["input_ids"])])
+        for wrong in ([], ["a"], [-1], [True]):
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                ask(wrong)  # type: ignore[arg-type]
+
+    played = Service(plays).play(job)
+    choices = [answer["choices"][0] for answer in answers]
+    assert [job.tokenizer.decode(choice["token_ids"]) for choice in choices] == [turns[0], turns[0], turns[1], turns[2]]
+    assert choices[0]["logprobs"]["content"][0]["token"] == f"token_id:{choices[0]['token_ids'][0]}"
+    assert {choice["finish_reason"] for choice in choices} == {"stop"}
+    assert sorted(learnt(job, played)) == sorted([turns[0] + turns[1], turns[2]])
+    whole = next(branch for branch in played.branches if branch.learnt.sum() > len(choices[3]["token_ids"]))
+    text = job.tokenizer.decode(whole.tokens)
+    assert text == f"Count.{turns[0]}Go on.{turns[1]}", "no token is added"
+    assert (job.drawn[0][0].most, job.drawn[0][0].before) == (100, 0)
+    assert [note["setting"] for note in job.notes] == ["top_p"]

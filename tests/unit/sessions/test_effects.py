@@ -18,6 +18,7 @@ from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.samples import Key, NewSample
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.store.tool_calls import CallKey
+from helpers.patience import PATIENCE
 
 CALLS = [ToolCall(CallKey(1, 0, 3, 0, n // 2, n % 2), "pay", {"amount": n}) for n in range(4)]
 
@@ -103,7 +104,8 @@ def play_and_die(folder: Path, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_killed_coordinator_leaves_what_is_needed(tmp_path: Path, where: str) -> None:
-    killed = subprocess.run([sys.executable, __file__, tmp_path, where], timeout=120)
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    killed = subprocess.run([sys.executable, __file__, tmp_path, where], timeout=PATIENCE, env=environ)
     assert killed.returncode == -signal.SIGKILL
     server = ToolServer(tmp_path / "log", remembers=True)
     assert len(server.made()) == (2 if where == "before" else 3)

@@ -25,6 +25,7 @@ from dovetail.coordinator.store.tool_calls import CallKey
 from dovetail.coordinator.user_code.sandbox import FILE_BYTES, PROCESSES, Sandbox, _machine_problem
 from dovetail.protocol.process.env import TOKEN
 from helpers.cluster import wait_for
+from helpers.patience import PATIENCE
 
 CODE = '''
 import asyncio, ctypes, os, pathlib, subprocess, sys, time
@@ -151,7 +152,7 @@ def test_episodes_live_side_by_side_and_the_class_is_in_no_other_process(folder:
     async def work(workers: EnvironmentWorkers) -> None:
         await workers.open()
         assert [tool["function"]["name"] for tool in workers.tools] == ["note", "add", "end", "wait", "clock"]
-        one, other, third = [await workers.begin("1-0-0-0", {"start": start}) for start in (1, 20, 300)]
+        one, other, third = [await workers.begin("1-0-0-0", [], {"start": start}) for start in (1, 20, 300)]
         assert [each.observation for each in (one, other, third)] == ["It is 1.", "It is 20.", "It is 300."]
         assert await one.make(call("add", number=1)) == "2"
         assert await other.make(call("add", number="2")) == "22"
@@ -162,7 +163,7 @@ def test_episodes_live_side_by_side_and_the_class_is_in_no_other_process(folder:
         assert (await one.reward(), await other.reward(), await third.reward()) == (0.2, 2.2, 30.0)
         await one.end()
         with pytest.raises(Failed, match=r"^mine:Counter.reset raised TypeError: .*'stop'"):
-            await workers.begin("1-0-0-0", {"stop": 1})
+            await workers.begin("1-0-0-0", [], {"stop": 1})
         assert await other.make(call("add", number=1)) == "23", "a failure of one is none of the others"
 
     run(workers_of(folder, workers=2), work)
@@ -188,7 +189,7 @@ def test_episodes_live_side_by_side_and_the_class_is_in_no_other_process(folder:
 )
 def test_what_an_environment_does_is_named_and_the_next_episode_goes_on(folder: Path, how: str, says: str) -> None:
     async def work(workers: EnvironmentWorkers) -> None:
-        failing, other = await workers.begin("1-0-0-0", {}), await workers.begin("1-0-0-0", {"start": 5})
+        failing, other = await workers.begin("1-0-0-0", [], {}), await workers.begin("1-0-0-0", [], {"start": 5})
         await other.make(call("add", number=1))
         await failing.make(call("add", number=1))
         with pytest.raises(Failed, match=says):
@@ -215,7 +216,7 @@ def test_what_an_environment_does_is_named_and_the_next_episode_goes_on(folder: 
 @pytest.mark.slow
 def test_a_process_that_is_killed_costs_nothing(folder: Path) -> None:
     async def work(workers: EnvironmentWorkers) -> list[str]:
-        episode = await workers.begin("1-0-0-0", {"start": 1})
+        episode = await workers.begin("1-0-0-0", [], {"start": 1})
         answers = []
         for number in range(4):
             answers.append(await episode.make(call("add", turn=number, number=number)))
@@ -229,7 +230,7 @@ def test_a_process_that_is_killed_costs_nothing(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_call_that_ends_its_process_once_is_made_again(folder: Path) -> None:
     async def work(workers: EnvironmentWorkers) -> str:
-        episode = await workers.begin("1-0-0-0", {})
+        episode = await workers.begin("1-0-0-0", [], {})
         await episode.make(call("add", number=3))
         return await episode.make(call("end", turn=1, how="once"))
 
@@ -242,10 +243,10 @@ def test_a_process_in_which_a_call_failed_gets_no_other_episode(folder: Path) ->
     """Perhaps it failed because of what it left there, such as open files."""
 
     async def work(workers: EnvironmentWorkers) -> None:
-        failing, beside = await workers.begin("1-0-0-0", {}), await workers.begin("1-0-0-0", {})
+        failing, beside = await workers.begin("1-0-0-0", [], {}), await workers.begin("1-0-0-0", [], {})
         with pytest.raises(Failed):
             await failing.make(call("end", how="raise"))
-        await workers.begin("1-0-0-0", {})
+        await workers.begin("1-0-0-0", [], {})
         await failing.end()
         await beside.make(call("note", what="beside"))
         (first, _) = workers._workers
@@ -263,13 +264,13 @@ def test_at_most_once_means_so(folder: Path) -> None:
     failure. The others may be played again from their beginning."""
 
     async def work(workers: EnvironmentWorkers) -> None:
-        failing, other = await workers.begin("1-0-0-0", {}), await workers.begin("1-0-0-0", {})
+        failing, other = await workers.begin("1-0-0-0", [], {}), await workers.begin("1-0-0-0", [], {})
         await other.make(call("add", number=1))
         with pytest.raises(Failed, match=r"ended its worker process with exit code 7$"):
             await failing.make(call("end", how="exit"))
         with pytest.raises(EpisodeLost, match=r"exit code 7, and the episode's calls must not be made twice"):
             await other.make(call("add", turn=1, number=2))
-        fresh = await workers.begin("1-0-0-0", {"start": 9})
+        fresh = await workers.begin("1-0-0-0", [], {"start": 9})
         assert await fresh.make(call("add", number=1)) == "10"
 
     run(workers_of(folder, repeatable=False), work)
@@ -285,7 +286,7 @@ def test_after_the_coordinators_death_calls_are_made_again_or_the_episode_is_los
 
     def life(made: int) -> list[str]:
         async def work(workers: EnvironmentWorkers) -> list[str]:
-            episode = await workers.begin("1-0-0-0", {})
+            episode = await workers.begin("1-0-0-0", [], {})
             return [await observe(store.tool_calls, each, episode, repeatable) for each in calls[:made]]
 
         store = Store(folder / "run")
@@ -306,7 +307,7 @@ def test_after_the_coordinators_death_calls_are_made_again_or_the_episode_is_los
 @pytest.mark.slow
 def test_an_environment_that_answers_otherwise_the_second_time_is_named(folder: Path) -> None:
     async def work(workers: EnvironmentWorkers) -> None:
-        episode = await workers.begin("1-0-0-0", {})
+        episode = await workers.begin("1-0-0-0", [], {})
         await episode.make(call("clock"))
         os.kill(int((folder / "log").read_text().split()[0]), signal.SIGKILL)
         with pytest.raises(Failed, match=r"^clock was made again after a death and answered .* let it depend on"):
@@ -377,7 +378,7 @@ def ended(process: psutil.Process) -> bool:
 @pytest.mark.usefixtures("can_sandbox")
 def test_a_fork_bomb_ends_with_its_episode(folder: Path) -> None:
     async def work(workers: EnvironmentWorkers) -> None:
-        bombing = await workers.begin("1-0-0-0", {})
+        bombing = await workers.begin("1-0-0-0", [], {})
         (worker,) = workers._workers
         outside = psutil.Process(worker.process._process.pid)
         told = await bombing.make(call("run", program=BOMB))
@@ -388,8 +389,8 @@ def test_a_fork_bomb_ends_with_its_episode(folder: Path) -> None:
         # The bomb's own place is free again.
         assert await bombing.make(call("run", turn=1, program="print(6 * 7)")) == "42\n"
         await workers.close()
-        wait_for("the end of what the bomb left", lambda: all(map(ended, left)), 120)
-        other = await workers.begin("1-0-0-0", {})
+        wait_for("the end of what the bomb left", lambda: all(map(ended, left)), PATIENCE)
+        other = await workers.begin("1-0-0-0", [], {})
         assert int((await other.make(call("run", program=BOMB))).split()[1]) > 100, "the next one has all places"
 
     run(workers_of(folder, "Shell", sandbox=Sandbox(folder)), work)
@@ -449,7 +450,7 @@ def test_what_a_sandbox_keeps_out(folder: Path, monkeypatch: pytest.MonkeyPatch)
     (link := folder.with_name(f"{folder.name}-linked")).symlink_to(folder)
 
     async def work(workers: EnvironmentWorkers, port: int) -> dict[str, str]:
-        episode = await workers.begin("1-0-0-0", {})
+        episode = await workers.begin("1-0-0-0", [], {})
         tried = attacks(run_folder, os.getpid(), port)
         tried["the run's folder by another name"] = attacks(link / "runs", os.getpid(), port)["the run's folder"]
         told = {
@@ -474,7 +475,7 @@ def test_a_hang_in_a_sandbox_says_where_it_hung(folder: Path) -> None:
     (folder / "mine.py").write_text(CODE.replace("with LOG.open", "with open('/tmp/log', 'a') if True else LOG.open"))
 
     async def work(workers: EnvironmentWorkers) -> None:
-        episode = await workers.begin("1-0-0-0", {})
+        episode = await workers.begin("1-0-0-0", [], {})
         for how, says in (
             ("hang", r"no answer within 5 s .*last frames: .*mine.py:\d+ in end, twice"),
             ("exit", "code 7"),
@@ -496,7 +497,7 @@ from dovetail.coordinator.sessions.environment_workers import *
 folder = pathlib.Path({str(folder)!r})
 async def main():
     workers = EnvironmentWorkers(EnvironmentCode("mine:Shell", folder, 1, 120.0, True, Sandbox(folder)))
-    await workers.begin("1-0-0-0", {{}})
+    await workers.begin("1-0-0-0", [], {{}})
     (worker,) = workers._workers
     print(worker.process._process.pid, flush=True)
     time.sleep(3600)
@@ -508,7 +509,19 @@ asyncio.run(main())
         inside = outside.children(recursive=True)
         assert len(inside) == 2
         coordinator.kill()
-    wait_for("its end", lambda: all(map(ended, (outside, *inside))), 120)
+    wait_for("its end", lambda: all(map(ended, (outside, *inside))), PATIENCE)
+
+
+@pytest.mark.usefixtures("can_sandbox")
+def test_a_user_who_is_not_root_makes_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pod. The system's programs only, because another user may not read this Python."""
+    user = {} if os.geteuid() else {"user": 65532, "group": 65532, "extra_groups": []}
+    monkeypatch.setattr(os, "geteuid", lambda: 65532)
+    for name, value in (("prefix", "/usr"), ("base_prefix", "/usr"), ("path", [])):
+        monkeypatch.setattr(sys, name, value)
+    command = [*Sandbox(Path("/usr")).command(), "id", "-u"]
+    done = subprocess.run(command, **user, cwd="/", capture_output=True, text=True)  # type: ignore[call-overload]
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -3,246 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import time
+import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping
+from functools import partial
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dovetail.coordinator.data.text.chat_template import chat_format
 from dovetail.coordinator.loop.iteration_report import iteration_metrics
 from dovetail.coordinator.reporting.health import Rules, judge
 from dovetail.coordinator.rewards.earned import earned
-from dovetail.coordinator.samples.drawing import DrawingFollower
-from dovetail.coordinator.samples.generator import Generator
-from dovetail.coordinator.samples.in_flight import Generated, GenerationError
-from dovetail.coordinator.samples.scoring import Finished
-from dovetail.coordinator.samples.session_drawing import Episodes
-from dovetail.coordinator.sessions.agent import AgentEpisode
-from dovetail.coordinator.sessions.effects import Failed, MayBeMade, NotMade, ToolCall
-from dovetail.coordinator.store.episodes import episode_facts
+from dovetail.coordinator.samples import session_drawing
+from dovetail.coordinator.samples.in_flight import GenerationError
+from dovetail.coordinator.sessions.agent import AgentEpisode, Until
+from dovetail.coordinator.sessions.effects import ToolCall
+from dovetail.coordinator.store.episodes import Transcript, episode_facts
 from dovetail.coordinator.store.experience_files import episode_arrays, experience_arrays
 from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, Sample, ScoreRow, State
 from dovetail.coordinator.store.store import Store
-from dovetail.coordinator.workers.fleet import Fleet, Timeouts
-from dovetail.manifest.training_types import Sessions
 from dovetail.protocol.sampling import SEED
 from dovetail.protocol.wire import LEARNT, OF_RESPONSE, pack, unpack
-from helpers.chat_templates import byte_tokens, shipped, with_ends
-from helpers.coordinated import NoWeights, drawn_with, job_of
-from helpers.fake_vllm import TOKEN, FakeVllm, logprob_of
-from helpers.generation_job import FAST, Generation
-
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "guess",
-            "description": "Guess the number.",
-            "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
-        },
-    }
-]
-END = "<|im_end|>"
-
-
-@cache
-def tokenizer() -> Any:
-    return with_ends(byte_tokens(), shipped()["trl: qwen2_5"][0])
-
-
-@cache
-def forgetful() -> Any:
-    """The same, with a template that leaves out what the model thought as soon as something follows."""
-    template, writes = shipped()["trl: qwen2_5"][0], "'\\n' + message.content }}"
-    forgets = "'\\n' + (message.content if loop.last else message.content.split('</think>')[-1]) }}"
-    assert writes in template
-    return with_ends(byte_tokens(), template.replace(writes, forgets))
-
-
-def call(number: object) -> str:
-    return f'<tool_call>\n{{"name": "guess", "arguments": {{"number": {json.dumps(number)}}}}}\n</tool_call>{END}'
-
-
-def said_by(seed: int, text: str) -> str:
-    """What the model says next: it guesses, in its own order, until it hears that it was right."""
-    heard = text.count("</tool_response>")
-    if text.rstrip().endswith("right\n</tool_response><|im_end|>\n<|im_start|>assistant"):
-        return f"I won.{END}"
-    return call((seed + heard) % 9 + 1)
-
-
-class Model(FakeVllm):
-    """A server whose model says what `said_by` says. It keeps what it wrote, by its prompt."""
-
-    def __init__(self, name: str, says: Any = said_by, **options: Any) -> None:
-        super().__init__(name, **options)
-        self.says = says
-
-    def next_token(self, seed: int, tokens: list[int]) -> tuple[int, bool]:
-        text = tokenizer().decode(tokens, skip_special_tokens=False)
-        head, mark, turn = text.rpartition("<|im_start|>assistant\n")
-        ids = tokenizer()(self.says(seed, head + mark))["input_ids"]
-        written = len(tokenizer()(turn)["input_ids"]) if turn else 0
-        return ids[written], written + 1 == len(ids)
-
-
-class World:
-    """What the tools work on. It outlives the coordinator, as a tool server does, and has a log of all effects."""
-
-    def __init__(self, knows: bool = True) -> None:
-        self.knows, self.effects, self.begun = knows, Counter[str](), 0
-        self.answers: dict[str, str] = {}
-        self.fails: set[tuple[int, int]] = set()
-        self.open = 0
-
-
-class Begun:
-    def __init__(self, world: World, secret: int, sample: Key) -> None:
-        self.world, self.secret, self.sample = world, secret, sample
-        self.observation, self.tries, self.found = "Between 1 and 9.", 0, False
-        world.open += 1
-
-    async def make(self, made: ToolCall) -> str:
-        await asyncio.sleep(0)
-        if (self.sample.prompt, self.sample.sample) in self.world.fails:
-            raise Failed("the dice fell off the table")
-        self.world.effects[str(made.key)] += 1
-        return self._answer(made)
-
-    def _answer(self, made: ToolCall) -> str:
-        number = made.arguments["number"]
-        self.tries += 1
-        self.found = number == self.secret
-        found = "right" if self.found else "higher" if number < self.secret else "lower"
-        return self.world.answers.setdefault(str(made.key), found)
-
-    async def recall(self, made: ToolCall) -> str:
-        if not self.world.knows:
-            raise MayBeMade
-        if str(made.key) not in self.world.answers:
-            raise NotMade
-        return self._answer(made)
-
-    async def restore(self, made: ToolCall, observation: str) -> None:
-        self._answer(made)
-
-    async def reward(self) -> float | None:
-        return 1.0 / self.tries if self.found else 0.0
-
-    async def end(self) -> None:
-        self.world.open -= 1
-
-
-class Games:
-    """An environment of numbers to be guessed."""
-
-    tools = TOOLS
-
-    def __init__(self, world: World, begins: type[Begun]) -> None:
-        self.world, self.begins = world, begins
-
-    async def open(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def begin(self, episode: str, record: Mapping[str, Any]) -> Begun:
-        self.world.begun += 1
-        return self.begins(self.world, record["secret"], Key(*map(int, episode.split("-")[:3])))
-
-
-class Told(DrawingFollower):
-    def __init__(self) -> None:
-        self.samples: list[Finished] = []
-
-    def finished(self, samples: Sequence[Finished]) -> None:
-        self.samples += samples
-
-
-PROMPTS, EACH = 3, 2
-
-
-class Life:
-    """A coordinator's life with two servers, over a store that stays."""
-
-    def __init__(self, folder: Path, world: World, says: Any = said_by, most: int = 4096, **sessions: Any) -> None:
-        self.folder, self.world, self.says, self.most = folder, world, says, most
-        played = {} if "agent" in sessions else {"environment": {"function": "m:C"}}
-        self.sessions = Sessions.model_validate({**played, **sessions})
-        self.servers: list[Model] = []
-        self.told = Told()
-        self.begins, self.room = Begun, 1024
-        self.environment: Any = lambda: Games(self.world, self.begins)
-        self.ppo: dict[str, Any] = {}
-        self.tokenizer = tokenizer
-
-    async def run(self, dies: Any = None) -> Generated:
-        """Draw the iteration. It ends with CancelledError when `dies(self)` is true."""
-        self.store = Store(self.folder)
-        try:
-            asked = [{"role": "user", "content": "Guess."}]
-            self.store.samples.begin_iteration(
-                1,
-                [
-                    NewSample(p, s, [1, 2, 3], 100 * p + s, {"secret": 3 + p, "messages": asked})
-                    for p in range(PROMPTS)
-                    for s in range(EACH)
-                ],
-            )
-            timeouts = Timeouts(suspect=1000, dead=2000, back_off=0.02, back_off_max=0.1, revive=0.1, max_failures=100)
-            self.fleet = Fleet(time.monotonic, lambda event, **fields: None, timeouts)
-            self.fleet.publish(1)
-            spec = drawn_with(Generation.model_validate({"maxTokens": self.most, "maxConcurrent": 64}))
-            spec = spec.model_copy(update={"ppo": spec.ppo.model_copy(update=self.ppo)})
-            job = job_of(self.store, spec=spec, clock=time.monotonic)
-            self.servers = [Model(f"r{n}", self.says, step=0.0) for n in range(2)]
-            for server in self.servers:
-                await server.start()
-                server.join(self.fleet)
-            prepared: Any = SimpleNamespace(
-                tokenizer=self.tokenizer(),
-                chat=chat_format(self.tokenizer()),
-                spec=SimpleNamespace(data=SimpleNamespace(max_prompt_tokens=self.room)),
-            )
-            async with Generator(job, self.fleet, NoWeights(), TOKEN, settings=FAST) as generator:
-                episodes = Episodes(job, self.sessions, prepared, self.environment(), generator)
-                with episodes.open(1, 1) as turn:
-                    work = asyncio.create_task(episodes.generate(turn, self.told))
-                    while dies is not None and not work.done():
-                        if dies(self):
-                            work.cancel()
-                        await asyncio.sleep(0)
-                    async with asyncio.timeout(120):
-                        return await work
-        finally:
-            for server in self.servers:
-                await server.stop()
-            self.found = self.store.samples.samples(1)
-            self.ended = self.store.episodes.of(1)
-            self.store.close()
-
-
-def drawn(folder: Path, world: World | None = None, **options: Any) -> Life:
-    life = Life(folder, world or World(), **options)
-    asyncio.run(life.run())
-    return life
-
-
-def facts(life: Life) -> list[Any]:
-    return [
-        (
-            *(s.key, s.state, s.prompt_tokens.tolist(), s.tokens.tolist(), s.logprobs.tolist(), s.finish_reason),
-            *(life.ended[s.key].ending, life.ended[s.key].reward, life.ended[s.key].learnt.tolist()),
-        )
-        for s in life.found
-    ]
+from helpers.episode_life import (
+    EACH,
+    END,
+    PROMPTS,
+    TOOLS,
+    Begun,
+    Life,
+    World,
+    call,
+    drawn,
+    facts,
+    forgetful,
+    thinks,
+    tokenizer,
+)
+from helpers.fake_vllm import logprob_of
 
 
 @pytest.mark.slow
@@ -292,10 +92,13 @@ def test_a_coordinator_that_dies_changes_nothing(tmp_path: Path) -> None:
     assert (facts(again), world.begun, again.told.samples) == (facts(whole), before, [])
 
 
-def thinks(seed: int, text: str) -> str:
-    """As `said_by`, after a thought if the seed and the turn want one."""
-    heard = text.count("</tool_response>")
-    return ("I guess.</think>" if (seed + heard) % 3 else "") + said_by(seed, text)
+@pytest.mark.slow
+def test_episodes_that_wait_for_a_place_are_the_same(tmp_path: Path) -> None:
+    whole = drawn(tmp_path / "whole", maxTurns=20)
+    assert whole.world.most_open == PROMPTS * EACH
+    few = drawn(tmp_path / "few", maxTurns=20, maxConcurrent=2)
+    assert few.world.most_open == 2
+    assert facts(few) == facts(whole)
 
 
 @pytest.mark.slow
@@ -345,18 +148,19 @@ class Gamblers:
     tools = ()
 
     def __init__(self, turned: bool) -> None:
-        self.turned, self.playing = turned, 0
+        self.turned, self.playing, self.most = turned, 0, 0
         self.known: dict[str, AgentEpisode] = {}
 
     async def open(self) -> None: ...
 
     async def close(self) -> None: ...
 
-    async def begin(self, episode: str, record: Mapping[str, Any]) -> AgentEpisode:
-        return AgentEpisode(partial(self._run, record), 1000.0, self.known)
+    async def begin(self, episode: str, asked: Any, fields: Mapping[str, Any]) -> AgentEpisode:
+        return AgentEpisode(partial(self._run, fields), 1000.0, self.known)
 
     async def _run(self, record: Mapping[str, Any], key: str) -> None:
         self.playing += 1
+        self.most = max(self.most, self.playing)
         try:
             games = [partial(self._game, self.known[key], record["secret"], asked) for asked in ("Guess.", "Guess it.")]
             won = await asyncio.gather(*(game() for game in (games[::-1] if self.turned else games)))
@@ -367,7 +171,7 @@ class Gamblers:
     async def _game(self, episode: AgentEpisode, secret: int, asked: str) -> float:
         messages: list[Any] = [{"role": "user", "content": asked}]
         for turn in count():
-            exchange = await episode.ask(messages, TOOLS, None)
+            exchange = await episode.ask(messages, TOOLS, Until())
             assert exchange.answer is not None
             messages.append(exchange.answer.message)
             if "tool_calls" not in messages[-1]:
@@ -412,6 +216,17 @@ def test_an_agents_own_program_begins_anew_and_gets_what_was_stored(tmp_path: Pa
     # A turn that was under way at a death is asked for again, with its tokens so far.
     assert every <= asked <= every + 3 * PROMPTS * EACH
     assert [each.playing for each in lives] == [0] * len(lives)
+
+
+@pytest.mark.slow
+def test_a_machine_with_few_cores_gets_few_agents_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(session_drawing, "AGENTS_PER_CORE", 2)
+    life, agents = Life(tmp_path, World(), maxTurns=40, agent={"command": ["a"]}), Gamblers(False)
+    life.environment = lambda: agents
+    asyncio.run(life.run())
+    assert agents.most == 4 < PROMPTS * EACH
+    assert {ended.ending for ended in life.ended.values()} == {"answered"}
 
 
 @pytest.mark.slow
@@ -526,7 +341,9 @@ def test_an_episode_is_discarded_whose_next_turn_no_server_has_begun(tmp_path: P
         (attempt,) = store.samples.assign([Assignment(first.key, "r0", "i", 5, 0)])
         assert store.samples.record([Delta(first.key, attempt, 0, [9], [-0.5], "stop")]) == [True]
         store.episodes.turn(key, 1, [1, 2, 3, 4, 9, 8], 7)
-        store.episodes.discard(key, "environment failed", "the dice fell off the table")
+        transcript = Transcript([{"role": "user", "content": "Guess."}], 1, 0)
+        store.episodes.discard(key, "environment failed", "the dice fell off the table", transcript)
+        assert [(each.kept, each.lost) for each in store.episodes.asked(1)] == [(0, 1)]
         (found,) = store.samples.samples(1)
         assert (found.state, found.weight_version, found.instance) == (State.SCORED, 5, "r0")
     finally:
@@ -621,11 +438,23 @@ def test_all_that_follows_the_prompt_is_within_the_limit(tmp_path: Path) -> None
     assert {lengths[key] for key in cut} <= set(range(100, 301))
 
 
-def test_a_prompt_beyond_its_limit_is_named(tmp_path: Path) -> None:
-    life = Life(tmp_path, World())
-    life.room = 64
-    with pytest.raises(GenerationError, match=r"begins with \d+ tokens, but spec.data.maxPromptTokens is 64; raise it"):
-        asyncio.run(life.run())
+def test_an_episode_that_begins_with_too_much_is_discarded_and_named(tmp_path: Path) -> None:
+    """The others are trained."""
+
+    class Talks(Begun):
+        def __init__(self, world: World, secret: int, sample: Key) -> None:
+            super().__init__(world, secret, sample)
+            self.observation *= 1 + 99 * (sample.prompt == 1)
+
+    life = Life(tmp_path, World(), maxTurns=20)
+    life.begins, life.room = Talks, 800
+    asyncio.run(life.run())
+    assert [key.prompt for key, ended in life.ended.items() if ended.discarded] == [1] * EACH
+    ended = life.ended[Key(1, 1, 0)]
+    assert ended.ending == "environment failed"
+    assert ended.why.startswith("the episode begins with ")
+    assert "tokens, but spec.data.maxPromptTokens is 800; raise it" in ended.why
+    assert life.world.open == 0
 
 
 def test_a_job_may_take_what_the_environment_says_as_its_reward() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import signal
@@ -24,22 +23,14 @@ from dovetail.coordinator.sessions.http_environment import HttpEnvironment
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.store.tool_calls import CallKey
 from helpers.cluster import wait_for
+from helpers.example_server import EXAMPLE, example
 from helpers.free_ports import free_port
+from helpers.patience import PATIENCE
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "environments" / "guess_server.py"
 CALLS = [
     ToolCall(CallKey(1, 0, 3, 0, turn, 0), "guess", {"number": number}) for turn, number in enumerate((50, 25, 37))
 ]
 ANSWERS = ["lower", "higher", "right"]
-
-
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("guess_server", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def effects(log: Path) -> list[str]:
@@ -104,7 +95,7 @@ def played(log: Path, faults: Faults, work: Callable[[HttpEnvironment], Awaitabl
 
 async def game(environment: HttpEnvironment) -> tuple[list[str], float | None]:
     await environment.open()
-    begun = await environment.begin("1-0-3-0", {"secret": 37})
+    begun = await environment.begin("1-0-3-0", [], {"secret": 37})
     answers = [await begun.make(call) for call in CALLS]
     earned = await begun.reward()
     await begun.end()
@@ -154,7 +145,7 @@ def test_a_step_that_hangs_after_its_effect_is_asked_for(tmp_path: Path) -> None
         ),
         ([("/v1/step", "after huge")], r"^the environment answered with more than 16,777,216 bytes, when tool guess"),
         ([("/v1/step", "after number")], r"^/v1/step answered without an observation, which is a text"),
-        ([("/v1/reset", "before 500")] * 9, r"^POST .*/v1/reset answered 500: the shop is closed, 4 times$"),
+        ([("/v1/reset", "before 500")] * 9, r"^POST .*/v1/reset answered 500: the shop is closed, 6 times$"),
         ([("/v1/reset", "before 404")], r"^POST .*/v1/reset answered 404: the shop is closed$"),
         ([("/v1/reset", "after number")], r"^/v1/reset answered without an observation"),
         ([("/v1/episodes/", "after number")], r"^GET /v1/episodes/run-1-0-3-0/result answers with no finite reward"),
@@ -187,16 +178,56 @@ def test_a_server_that_is_not_there_and_one_that_is_none_are_refused_at_the_begi
             played(tmp_path / "log", Faults(("/v1/tools", fault)), lambda environment: environment.open())
 
 
+def test_a_server_that_was_there_has_its_time_to_come_back(tmp_path: Path) -> None:
+    """A pod that is replaced takes longer than some tries."""
+    log, port, tried, often = tmp_path / "log", free_port(), 0, asyncio.Event()
+
+    async def served() -> web.AppRunner:
+        runner = web.AppRunner(example().app(example().Games(log)))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        return runner
+
+    class Counted(HttpEnvironment):
+        async def once(self, *arguments: Any) -> Any:
+            nonlocal tried
+            tried += 1
+            if tried > 2 * http_environment.TRIES:
+                often.set()
+            return await super().once(*arguments)
+
+    async def main() -> None:
+        nonlocal tried
+        environment, runner = Counted(f"http://127.0.0.1:{port}", "run", 120.0), await served()
+        await environment.open()
+        begun = await environment.begin("1-0-3-0", [], {"secret": 37})
+        await runner.cleanup()
+        tried, making = 0, asyncio.create_task(begun.make(CALLS[0]))
+        async with asyncio.timeout(PATIENCE):
+            await often.wait()
+        runner = await served()
+        try:
+            assert await making == ANSWERS[0]
+        finally:
+            await environment.close()
+            await runner.cleanup()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(http_environment, "_LONGEST_BACKOFF_SECONDS", 0.05)
+        asyncio.run(main())
+    assert effects(log) == [str(CALLS[0].key)]
+
+
 def test_an_episode_that_the_server_forgot_is_lost(tmp_path: Path) -> None:
     async def work(environment: HttpEnvironment) -> None:
-        begun = await environment.begin("1-0-3-0", {"secret": 37})
+        begun = await environment.begin("1-0-3-0", [], {"secret": 37})
         with pytest.raises(EpisodeLost, match="does not know episode run-1-0-3-0 any more"):
             await begun.make(CALLS[0])
 
     played(tmp_path / "log", Faults(("/v1/step", "before 410")), work)
 
     async def late(environment: HttpEnvironment) -> None:
-        begun = await environment.begin("1-0-3-0", {"secret": 37})
+        begun = await environment.begin("1-0-3-0", [], {"secret": 37})
         with pytest.raises(EpisodeLost, match="/result answered 410"):
             await begun.reward()
 
@@ -209,11 +240,11 @@ def test_an_episode_whose_server_has_lost_its_state_does_not_go_on(tmp_path: Pat
     store = Store(tmp_path / "run")
 
     async def first(environment: HttpEnvironment) -> None:
-        begun = await environment.begin("1-0-3-0", {"secret": 37})
+        begun = await environment.begin("1-0-3-0", [], {"secret": 37})
         assert await observe(store.tool_calls, CALLS[0], begun, False) == ANSWERS[0]
 
     async def second(environment: HttpEnvironment) -> None:
-        begun = await environment.begin("1-0-3-0", {"secret": 37})
+        begun = await environment.begin("1-0-3-0", [], {"secret": 37})
         with pytest.raises(EpisodeLost, match=r"does not know episode run-1-0-3-0 any more|answers 1-0-3-0-0-0 other"):
             await observe(store.tool_calls, CALLS[0], begun, False)
 
@@ -233,13 +264,13 @@ def test_after_the_coordinators_death_the_server_is_asked(tmp_path: Path, where:
     store, log, key = Store(tmp_path / "run"), tmp_path / "log", CALLS[0].key
 
     async def first(environment: HttpEnvironment) -> None:
-        begun = await environment.begin("1-0-3-0", {"secret": 37})
+        begun = await environment.begin("1-0-3-0", [], {"secret": 37})
         store.tool_calls.intend(key, CALLS[0].name, CALLS[0].arguments)
         if where == "after its effect":
             await begun.make(CALLS[0])
 
     async def second(environment: HttpEnvironment) -> tuple[list[str], float | None]:
-        begun = await environment.begin("1-0-3-0", {"secret": 37})
+        begun = await environment.begin("1-0-3-0", [], {"secret": 37})
         return [await observe(store.tool_calls, call, begun, False) for call in CALLS], await begun.reward()
 
     played(log, Faults(), first)
@@ -271,7 +302,7 @@ def test_the_example_server_survives_its_own_death(tmp_path: Path) -> None:
         server, answers = start(), []
         try:
             await asyncio.to_thread(wait_for, "the server", lambda: answers_at(port), 120)
-            begun = await environment.begin("1-0-3-0", {"secret": 37})
+            begun = await environment.begin("1-0-3-0", [], {"secret": 37})
             for call in CALLS:
                 answers.append(await begun.make(call))
                 os.kill(server.pid, signal.SIGKILL)

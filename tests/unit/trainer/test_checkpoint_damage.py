@@ -18,6 +18,7 @@ from dovetail.protocol.messages import CommandResult, Export, JoinRequest, Load,
 from dovetail.trainer.files.shards import digest
 from helpers.coordinated import job_of
 from helpers.local_trainer import LocalTrainer
+from helpers.patience import PATIENCE
 from helpers.records import Records
 from helpers.trainer_ranks import job, load_command, sft_batch
 
@@ -143,7 +144,7 @@ class Run:
 
 def run(scenario: Any) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE):
             await scenario()
 
     asyncio.run(bounded())

@@ -17,6 +17,7 @@ from dovetail.trainer.communication.groups import PeerLost
 from dovetail.trainer.rank.sending import Exchange
 from dovetail.trainer.weight_sender import WeightParts
 from dovetail.trainer.weights.kept_weights import KeptWeights
+from helpers.patience import PATIENCE
 
 
 class OneTensor:
@@ -106,4 +107,4 @@ def test_a_wait_ends_when_the_generation_is_over() -> None:
         waiting = pool.submit(second.broadcast_json, None, True)
         over.set()
         with pytest.raises(PeerLost, match="the generation is over"):
-            waiting.result(120)
+            waiting.result(PATIENCE)

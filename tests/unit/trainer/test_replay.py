@@ -11,7 +11,10 @@ from safetensors.torch import save_file
 
 from dovetail.cli.debug import different
 from dovetail.cli.main import cli
+from dovetail.coordinator.store.manifest_changes import CHANGES, RANKS
+from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Stage
+from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.errors import UsageError
 from dovetail.protocol.messages import Save
 from dovetail.tools.replay import Section, choose_section, first_difference
@@ -54,6 +57,26 @@ def test_a_folder_that_is_no_run(tmp_path):
     assert (result.exit_code, result.output) == (
         2,
         f"Error: {tmp_path} is no run directory: it has no store.sqlite\n",
+    )
+
+
+def test_an_iteration_of_other_trainer_ranks_is_refused(tmp_path: Path):
+    """The run went on with one rank after iteration 2, where it had a pipeline of two."""
+    spec = job().spec
+    (tmp_path / "job.json").write_text(job().model_dump_json(by_alias=True))
+    (tmp_path / "plan.json").write_text(make_plan(spec).model_dump_json(by_alias=True))
+    (tmp_path / "experience").mkdir()
+    for iteration in range(1, 5):
+        (tmp_path / "experience" / f"{iteration:06d}.safetensors").touch()
+    old = "2 (actor: pp 2, dp 1, tp 1)"
+    change = {"field": RANKS, "stage": "ppo", "step": 2, "settled": 2, "old": old, "new": "1 (actor: pp 1, dp 1, tp 1)"}
+    store = Store(tmp_path)
+    store.put_all({"ppo/progress": {"step": 4}, CHANGES: [change], **{f"ppo/{i}/facts": {} for i in range(1, 5)}})
+    store.close()
+    result = CliRunner().invoke(cli, ["debug", "replay", str(tmp_path), "--iteration", "2"])
+    assert result.exit_code == 2
+    assert f"iteration 2 was trained by other trainer ranks, {old}, than the run has since iteration 2" in " ".join(
+        result.output.split()
     )
 
 

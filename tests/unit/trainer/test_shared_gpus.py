@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dovetail.trainer.communication import groups
+from helpers.patience import PATIENCE
 
 
 class Counted:
@@ -35,7 +36,9 @@ def test_all_ranks_know_it_and_none_asks_for_each_other(
     """With a thousand ranks, a million requests to one store would take a minute."""
     store, found = dist.HashStore(), {}
     monkeypatch.setattr(groups, "board_of", lambda device: f"node/{boards[device.index]}")
-    ranks = [groups.Groups(r, len(boards), timedelta(seconds=240), torch.device("cuda", r)) for r in range(len(boards))]
+    ranks = [
+        groups.Groups(r, len(boards), timedelta(seconds=PATIENCE), torch.device("cuda", r)) for r in range(len(boards))
+    ]
     stores = [Counted(store) for _ in ranks]
 
     def ask(rank: int) -> None:
@@ -46,7 +49,7 @@ def test_all_ranks_know_it_and_none_asks_for_each_other(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(240.0)
+        thread.join(PATIENCE)
     assert found == dict.fromkeys(range(len(ranks)), shared)
     assert max(each.requests for each in stores[1:]) <= 3
     assert stores[0].requests <= len(ranks) + 3

@@ -14,6 +14,7 @@ from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import Offer, Publish, Receive, Receiver
 from dovetail.rollout.weight_receiver import WeightReceiver
 from helpers.local_trainer import LocalTrainer
+from helpers.patience import PATIENCE
 from helpers.trainer_ranks import job, load_command, ppo_batch
 
 Weights = dict[str, torch.Tensor]
@@ -51,7 +52,7 @@ def publish(trainer: LocalTrainer, seconds: float, here: bool = True, dtype: str
     def receive() -> Weights:
         if not here:
             return {}
-        message = Receive(offer=offers.get(timeout=240), rank_offset=1, world_size=2)
+        message = Receive(offer=offers.get(timeout=PATIENCE), rank_offset=1, world_size=2)
         return {name: tensor.clone() for name, tensor in WeightReceiver().receive(message)}
 
     with ThreadPoolExecutor(1) as pool:
@@ -148,7 +149,7 @@ def test_weights_that_are_not_finite_are_not_served(trainer: LocalTrainer) -> No
     trainer.client.offer = offers.put  # type: ignore[attr-defined]
 
     def receive() -> None:
-        message = Receive(offer=offers.get(timeout=240), rank_offset=1, world_size=2)
+        message = Receive(offer=offers.get(timeout=PATIENCE), rank_offset=1, world_size=2)
         list(WeightReceiver().receive(message))
 
     with ThreadPoolExecutor(1) as pool:

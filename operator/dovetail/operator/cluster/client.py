@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from kubernetes.aio import client
 from pydantic_core import from_json
 
 from dovetail.kube import names
-from dovetail.kube.connection import KubeError, request, stream
+from dovetail.kube.connection import KubeError, request, watch
 from dovetail.kube.resources import BY_KIND, JOB, JOBSET, SECRET, WORKLOAD, Resource
 from dovetail.operator.log import log
 
@@ -21,10 +20,6 @@ JSON_PATCH = "application/json-patch+json"
 PAGE = 100  # a pod is 10 KB of JSON, and several times that in memory
 # A larger page is not read. It is asked for again in smaller parts, because its objects may have 1 MB each.
 PAGE_BYTES = 4 << 20
-
-
-# Bookmarks come every minute.
-SILENCE_SECONDS = 75.0
 
 
 class Page(NamedTuple):
@@ -97,25 +92,13 @@ class Client:
                 return
             query["continue"] = token
 
-    async def watch(
+    def watch(
         self, resource: Resource, namespace: str | None, selector: str, version: str
     ) -> AsyncGenerator[tuple[str, Object], None]:
-        """Yield each change after `version`. It is ADDED, MODIFIED, DELETED or BOOKMARK, and the object. A bookmark has
-        only the version."""
-        query = {"watch": "1", "allowWatchBookmarks": "true", "resourceVersion": version} | (
-            {"labelSelector": selector} if selector else {}
-        )
+        """Yield each change after `version`, as `connection.watch` does."""
+        query = {"resourceVersion": version} | ({"labelSelector": selector} if selector else {})
         self.requests += 1
-        async with aclosing(stream(self._api, resource.path(namespace), query, silence=SILENCE_SECONDS)) as lines:
-            async for line in lines:
-                try:
-                    event = from_json(line)
-                    kind, thing = str(event["type"]), dict(event["object"])
-                except (ValueError, KeyError, TypeError) as error:
-                    raise KubeError(0, "the API server sent a watch event that cannot be read") from error
-                if kind == "ERROR":
-                    raise KubeError(int(thing.get("code") or 0), str(thing.get("message") or "the watch failed"))
-                yield kind, thing
+        return watch(self._api, resource.path(namespace), query)
 
     async def create(self, thing: Object) -> Object:
         """Create the object. The API server answers 409 if an object with that name exists. It is asked to refuse

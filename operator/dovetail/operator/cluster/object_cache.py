@@ -25,7 +25,7 @@ _STATUS = {
     JOB.kind: ("failed", "conditions"),
     JOBSET.kind: ("conditions",),
 }
-_OWNER = ("apiVersion", "kind", "uid", "controller")
+_OWNER = ("apiVersion", "kind", "name", "uid", "controller")
 # The limits of an RLHFJob's spec. A value takes up to 25 times as much memory as JSON, and the operator has copies.
 SPEC_BYTES, SPEC_VALUES = 256 << 10, 10_000
 MOST_LABELS = 500

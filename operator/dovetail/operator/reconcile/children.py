@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,12 @@ Object = Mapping[str, Any]
 Ref = tuple[str, str]  # kind and name
 # The maximum number of owners between an object and its RLHFJob.
 _DEPTH = {JOB.kind: 1, POD.kind: 2}
+# Why a kubelet refuses a pod that another node could take, or this one later. For other reasons, such as a forbidden
+# sysctl, it would refuse the next pod, too.
+_OF_NODE = re.compile(
+    "Evicted|NodeAffinity|NodeShutdown|OutOf.+|UnexpectedAdmissionError|VolumeAttachmentLimitExceeded"
+)
+_REFUSED = "Pod was rejected: "
 
 
 def parse_time(text: str | None) -> datetime | None:
@@ -100,6 +107,19 @@ def is_over(pod: Object) -> bool:
 def is_gone(pod: Object) -> bool:
     """Whether the pod has ended and nothing of it runs any more."""
     return pod.get("status", {}).get("phase") in ("Succeeded", "Failed") and not deleting(pod)
+
+
+def is_refused(pod: Object) -> bool:
+    """Whether the pod's node would not take it, or not again after its kubelet was restarted, for a reason of the node.
+    The kubelet sets no condition DisruptionTarget then."""
+    status = pod.get("status", {})
+    told = str(status.get("message") or "").startswith(_REFUSED)
+    return status.get("phase") == "Failed" and told and _OF_NODE.fullmatch(str(status.get("reason"))) is not None
+
+
+def is_disrupted(pod: Object) -> bool:
+    """Whether the cluster ended the pod. That is no failure of the job."""
+    return is_true(pod, "DisruptionTarget") or is_refused(pod)
 
 
 def live(pods: Iterable[Object]) -> list[Object]:

@@ -1,4 +1,5 @@
-"""Pods that the cluster ended: by a drain, a taint, the end of their node, pressure on it, or a preemption."""
+"""Pods that the cluster ended: by a drain, a taint, the end of their node, pressure on it, or a preemption. A kubelet
+may also refuse a pod."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 from dovetail.kube import names
 from dovetail.kube.resources import POD
 from dovetail.operator.reconcile import reasons
-from dovetail.operator.reconcile.children import Object, condition, label
+from dovetail.operator.reconcile.children import Object, condition, is_disrupted, label
 from dovetail.operator.reconcile.queueing import LONGEST_MESSAGE
 
 Slot = tuple[str, str]  # a pod's Job, and its index there
@@ -30,8 +31,8 @@ class Taking:
 @dataclass(frozen=True)
 class Disruption:
     """A pod that the cluster ended. `reason` is that of the pod's condition DisruptionTarget, such as
-    EvictionByEvictionAPI. `source` says who takes the node, as words that follow its name. It is empty if nobody is
-    known to. `at` is a Kubernetes timestamp. `tolerations` are the pod's."""
+    EvictionByEvictionAPI, or that of the kubelet that refused it. `source` says who takes the node, as words that
+    follow its name. It is empty if nobody is known to. `at` is a Kubernetes timestamp. `tolerations` are the pod's."""
 
     pod: str
     slot: Slot
@@ -52,9 +53,9 @@ class Disruption:
 def disruption(thing: Object) -> Disruption | None:
     """What ended this object. None if it is no pod, if nothing did, or if it is a surplus rollout, which comes and
     goes."""
-    told = condition(thing, "DisruptionTarget") if thing["kind"] == POD.kind else None
-    if told is None or told.get("status") != "True" or label(thing, names.SURPLUS_LABEL):
+    if thing["kind"] != POD.kind or not is_disrupted(thing) or label(thing, names.SURPLUS_LABEL):
         return None
+    told = condition(thing, "DisruptionTarget") or thing["status"]
     reason = str(told.get("reason"))
     return Disruption(
         pod=str(thing["metadata"]["name"]),
@@ -64,7 +65,7 @@ def disruption(thing: Object) -> Disruption | None:
         reason=reason if _WORD.fullmatch(reason) else reasons.EVICTED,
         # A kubelet says here which resource its node lacks.
         message=str(told.get("message") or "").strip()[: LONGEST_MESSAGE // 4],
-        at=str(told.get("lastTransitionTime") or ""),
+        at=str(told.get("lastTransitionTime") or thing["metadata"].get("creationTimestamp") or ""),
         tolerations=lasting(thing),
     )
 

@@ -29,6 +29,7 @@ from dovetail.operator.reconcile.children import (
     images,
     is_gone,
     is_ready,
+    is_refused,
     is_true,
     jobs_of,
     label,
@@ -360,7 +361,7 @@ class _Reconciler:
         ready = done + sum(is_ready(p) for p in pods)
         cause = None
         if ready < expected:
-            cause = rootcause.worst(self._pods, self._seen.mounts, self._seen.lost) or self._refused()
+            cause = rootcause.worst(self._unmended(), self._seen.mounts, self._seen.lost) or self._refused()
         told = cause.sentence if cause else ""
         if cause and cause.reason == reasons.UNSCHEDULABLE:
             told = "; ".join(filter(None, (told, rootcause.claims_told(self._children, self._seen.mounts))))
@@ -393,6 +394,11 @@ class _Reconciler:
             self._conditions.set("Degraded", False, reasons.AS_EXPECTED)
         self._conditions.set("Completed", False, reasons.IN_PROGRESS)
         self._status = self._status.model_copy(update={"groups": self._groups()})
+
+    def _unmended(self) -> list[Object]:
+        """The pods without those that ended and have a successor that works."""
+        works = {slot(pod) for pod in self._pods if is_ready(pod)}
+        return [pod for pod in self._pods if not is_gone(pod) or slot(pod) not in works]
 
     def _say_disrupted(self, whole: bool) -> None:
         """Set the condition Disrupted from the pods that the cluster ended and that have no successor yet. It stays
@@ -603,7 +609,7 @@ class _Reconciler:
             return True
         if not pods:
             return int(job.get("status", {}).get("failed") or 0) > 0  # somebody deleted the pod
-        return rootcause.lasted(pods) >= STEADY or all(rootcause.failed_at(p) is None for p in pods)
+        return rootcause.lasted(pods) >= STEADY or all(map(_may_return, pods))
 
     def _anew(self) -> list[Ref]:
         """The Jobs of the JobSet that are replaced. Each has one rollout, whose pod was deleted or disrupted. The
@@ -614,7 +620,7 @@ class _Reconciler:
             name = job["metadata"]["name"]
             group, size = jobs.get(name, ("", 0))
             pods = [p for p in self._children.of(POD.kind) if label(p, names.JOB_NAME_LABEL) == name]
-            ended = not deleting(job) and all(is_gone(p) and rootcause.failed_at(p) is None for p in pods)
+            ended = not deleting(job) and all(is_gone(p) and _may_return(p) for p in pods)
             failed = int(job.get("status", {}).get("failed") or 0) > 0
             if group in self._rollouts() and size == 1 and ended and (pods or failed):
                 found.append((JOB.kind, name))
@@ -719,6 +725,12 @@ def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Reconcil
     left = int(ttl) - (now - ended).total_seconds()
     requeue = min(max(0.1, left), LATEST_SECONDS) if left > 0 else None
     return Reconciled(status, delete=delete, requeue=requeue, expired=left <= 0)
+
+
+def _may_return(pod: Object) -> bool:
+    """Whether a pod that has ended may be made anew at once. One that failed, or that its node refused, may end again
+    as soon."""
+    return rootcause.failed_at(pod) is None and not is_refused(pod)
 
 
 def _was_sent(document: Object) -> bool:

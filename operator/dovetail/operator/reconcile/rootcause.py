@@ -18,6 +18,7 @@ from dovetail.operator.reconcile.children import (
     Object,
     condition,
     deleting,
+    is_disrupted,
     is_ready,
     is_true,
     jobs_of,
@@ -247,9 +248,9 @@ def refused(children: Children, told: Mapping[str, str]) -> Cause | None:
 
 def failed_at(pod: Object) -> datetime | None:
     """The time when the pod failed by itself. None if it has not failed, was deleted, or was disrupted (it was evicted
-    or preempted, or its node was lost)."""
+    or preempted, its node was lost, or refused it)."""
     status = pod.get("status", {})
-    if status.get("phase") != "Failed" or deleting(pod) or is_true(pod, "DisruptionTarget"):
+    if status.get("phase") != "Failed" or deleting(pod) or is_disrupted(pod):
         return None
     ends = [c.get("state", {}).get("terminated") or {} for c in status.get("containerStatuses") or []]
     at = max((end["finishedAt"] for end in ends if end.get("finishedAt")), default=None)
@@ -284,7 +285,7 @@ def _ended(pod: Object) -> Cause:
     status = pod["status"]
     since = created = pod["metadata"].get("creationTimestamp", "")
     # A pod that exceeds its own limit of storage gets no condition from the kubelet.
-    evicted = is_true(pod, "DisruptionTarget") or status.get("reason") == "Evicted"
+    evicted = is_disrupted(pod) or status.get("reason") == "Evicted"
     for container in status.get("containerStatuses") or []:
         ended = container.get("state", {}).get("terminated")
         if not ended:

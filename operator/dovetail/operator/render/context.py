@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.kube import names
+from dovetail.kube.resources import RLHFJOB
 from dovetail.manifest.job_class import RLHFJobClass
 from dovetail.manifest.sizes import pod_count
-from dovetail.manifest.types import KIND, Group, RLHFJob, Role
+from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.protocol.plan import Plan
 
@@ -45,8 +46,7 @@ class RenderContext:
     def metadata(self, name: str, component: str, **more: Any) -> Object:
         """Metadata of a child that the RLHFJob owns, so that it is deleted with the job."""
         owner = {
-            "apiVersion": self.job.api_version,
-            "kind": KIND,
+            **RLHFJOB.type_meta,
             "name": self.name,
             "uid": self.uid,
             "controller": True,

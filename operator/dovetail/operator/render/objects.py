@@ -104,8 +104,9 @@ def service(context: RenderContext) -> Object:
 def network_policy(context: RenderContext) -> Object:
     """Says who may connect to which ports of the job's pods. The pods reach each other on all ports. The operator and
     the status API reach the coordinator. Those that `OperatorSettings.metrics_from` names reach the ports that serve
-    metrics. If it names nobody, nobody else reaches the pods. The pods connect to each other, and to what
-    `OperatorSettings.egress` names. If it is None, they connect to anything."""
+    metrics. If it names nobody, nobody else reaches the pods. A service that plays episodes reaches the port at which
+    it asks for turns, with a key for each. The pods connect to each other, and to what `OperatorSettings.egress`
+    names. If it is None, they connect to anything."""
     mine = {"matchLabels": {names.JOB_LABEL: context.name}}
     dovetail = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": context.settings.namespace}},
@@ -121,6 +122,9 @@ def network_policy(context: RenderContext) -> Object:
     ]
     if context.settings.metrics_from:
         ingress.append({"from": context.settings.metrics_from, "ports": metrics_ports(context)})
+    sessions = context.job.spec.sessions
+    if sessions is not None and sessions.agent is not None and sessions.agent.url is not None:
+        ingress.append({"ports": [_tcp(env.AGENTS_PORT)]})
     spec: Object = {"podSelector": mine, "policyTypes": ["Ingress"], "ingress": ingress}
     if context.settings.egress is not None:
         egress = [{"to": [{"podSelector": mine}]}, *context.settings.egress]

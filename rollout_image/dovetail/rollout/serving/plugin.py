@@ -8,11 +8,11 @@ from dovetail.protocol.process.endings import die_with_parent
 
 
 def register() -> None:
-    """Register the weight-transfer backend `dovetail`, and pad matrix products on CPUs (`compat.fill_rows_on_cpus`). It
-    may be called any number of times."""
+    """Register the weight-transfer backend `dovetail`, pad matrix products on CPUs (`compat.fill_rows_on_cpus`), and
+    wait for no file of a local folder. It may be called any number of times."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from dovetail.rollout.compat import fill_rows_on_cpus, registered_backends
+    from dovetail.rollout.compat import fill_rows_on_cpus, read_configs_once, registered_backends
     from dovetail.rollout.weights_vllm import BACKEND
 
     if BACKEND not in registered_backends():
@@ -20,6 +20,7 @@ def register() -> None:
             BACKEND, "dovetail.rollout.weights_vllm", "DovetailWeightTransferEngine"
         )
     fill_rows_on_cpus()
+    read_configs_once()
     # Engine cores and workers must not outlive a killed API server.
     process = multiprocessing.current_process()
     if multiprocessing.parent_process() is not None and process.name.startswith(("EngineCore", "VllmWorker", "Worker")):

@@ -24,7 +24,7 @@ from dovetail.gpus.kernels import serving_dtype, show
 from dovetail.manifest.accelerators import SLEEP
 from dovetail.manifest.checks.scratch import cpu_head_error, head_size
 from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.manifest.model_families.support import replay_error
+from dovetail.manifest.model_families.support import replay_error, served_problem
 from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.sizes import relays_weights
 from dovetail.manifest.training_types import AUTO_LAG
@@ -32,7 +32,7 @@ from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS
 from dovetail.protocol.http.header_deadline import SERVER_KEEP_SECONDS, HeaderDeadline
 from dovetail.protocol.plan import Plan, Rollout
-from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.env import ACTOR_CONFIG, ProcessEnv
 from dovetail.protocol.process.pulse import PULSE
 from dovetail.protocol.sampling import COUNTER_SAMPLER, SERVED_TEMPERATURE, served_temperature
 from dovetail.rollout.backend import ServerPlan, load_backend
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         group = _group(job, env.group)
         # If there is no GPU, groups that ask for one run on CPUs, as trainers and scorers do.
         capability = None if group.on_cpu else my_capability()
-        config = wait_for_config(env.run_dir / "models" / "actor-config", ACTOR_CONFIG_SECONDS)
+        config = wait_for_config(env.run_dir / ACTOR_CONFIG, ACTOR_CONFIG_SECONDS)
         on_cpu = capability is None
         planned = None if group.on_cpu else planned_server(env.plan_file, group.name)
         # One device has no stages. If a GPU group runs on CPUs, each of its stages is a process.
@@ -84,7 +84,8 @@ class VLLM:
 
     def problem(self, plan: ServerPlan) -> str | None:
         """Says why vLLM cannot serve the plan: a version that the plug-ins do not work with, a build or sizes of
-        attention heads that are not for CPUs, or a GPU that is too old for what is asked."""
+        attention heads that are not for CPUs, a GPU that is too old for what is asked, or arguments with which it
+        would serve another model."""
         found = installed()
         if found is not None and (problem := version_problem(found[1])):
             return problem
@@ -98,6 +99,8 @@ class VLLM:
             )
         if plan.job.spec.ppo.routing_replay and (error := replay_error(plan.config)):
             return error
+        if problem := served_problem(plan.config, [*plan.group.vllm_args, *plan.arguments]):
+            return f"vllmArgs of group {plan.group.name}: {problem}"
         return cpu_head_error(plan.config) if plan.on_cpu else None
 
     def serve(self, plan: ServerPlan) -> int:
@@ -216,7 +219,7 @@ def vllm_arguments(
     length = max_model_len(job, config)
     tokenizer = env.run_dir / "tokenizer"
     arguments = [
-        *("--model", str(env.run_dir / "models" / "actor-config")),
+        *("--model", str(env.run_dir / ACTOR_CONFIG)),
         *("--served-model-name", "actor"),
         *("--load-format", "dummy"),
         *("--host", env.host),
@@ -281,13 +284,11 @@ def max_model_len(job: RLHFJob, config: Mapping[str, Any]) -> int:
     return min(wanted, int(positions)) if positions else wanted
 
 
-def kv_cache_bytes(
-    config: Mapping[str, Any], length: int, concurrent: int, stages: int = 1, item_bytes: int = 4
-) -> int:
-    """The bytes of KV cache of each of `stages` for `concurrent` sequences of `length` tokens. All stages together get
-    at most a quarter of the machine's memory, but always enough for two sequences."""
+def kv_cache_bytes(config: Mapping[str, Any], length: int, concurrent: int, stages: int = 1) -> int:
+    """The bytes of float32 KV cache of each of `stages` for `concurrent` sequences of `length` tokens. All stages
+    together get at most a quarter of the machine's memory, but always enough for two sequences."""
     blocks, layers = -(-length // KV_BLOCK_TOKENS), int(config.get("num_hidden_layers", 1))
-    share = kv_token_bytes(config, item_bytes) * -(-layers // stages) // layers
+    share = kv_token_bytes(config, 4) * -(-layers // stages) // layers
     sequence = blocks * KV_BLOCK_TOKENS * share
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # One more block is needed, because vLLM keeps one for itself.

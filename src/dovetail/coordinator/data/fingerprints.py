@@ -20,6 +20,7 @@ from dovetail.coordinator.data.sources import Rows
 from dovetail.coordinator.store.store import KeyValues
 from dovetail.manifest.checks.model_contents import INDEX, weight_files
 from dovetail.manifest.types import DataSource, RLHFJobSpec
+from dovetail.protocol.process.env import ACTOR_CONFIG
 
 Fingerprint = dict[str, Any]
 _COMMIT = re.compile(r"@([0-9a-f]{40})/")
@@ -128,7 +129,7 @@ class ModelFolders:
     @property
     def for_rollouts(self) -> list[Path]:
         """The folders from which rollouts start."""
-        return [self._run_dir / "tokenizer", self._run_dir / "models" / "actor-config"]
+        return [self._run_dir / "tokenizer", self._run_dir / ACTOR_CONFIG]
 
     async def check(self, folders: Iterable[Path | None]) -> None:
         """Check these folders, and remember those that are new. Raises DataError that names the first file that is not

@@ -47,6 +47,7 @@ from dovetail.manifest.sizes import TRAINED, owner
 from dovetail.manifest.types import LoRA, ModelSource, RLHFJobSpec, ScratchModel, Stage, TrainedModel
 from dovetail.protocol.files.durable import sync
 from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.process.env import ACTOR_CONFIG
 from dovetail.protocol.sampling import derived_seed
 from dovetail.protocol.wire import Arrays
 
@@ -112,7 +113,7 @@ class Prepared:
         chat: ChatFormat,
     ) -> None:
         self.spec = spec
-        self.tokenizer_dir, self.actor_config_dir = _tokenizer_dir(run_dir), _actor_config_dir(run_dir)
+        self.tokenizer_dir, self.actor_config_dir = _tokenizer_dir(run_dir), run_dir / ACTOR_CONFIG
         self.sources = sources
         self.tokenizer = tokenizer
         self.data = data
@@ -381,7 +382,7 @@ def prepare(
     hub = hub or Hub(spec.hub, run_dir)
     sources = model_sources(spec, base_dir, hub)
     hub.prove(lambda name: _trusts(spec, name))
-    tokenizer_dir, config_dir = _tokenizer_dir(run_dir), _actor_config_dir(run_dir)
+    tokenizer_dir, config_dir = _tokenizer_dir(run_dir), run_dir / ACTOR_CONFIG
 
     def ready_for_rollouts(made: Callable[[], Any]) -> Any:
         """The tokenizer. Rollouts start as soon as it and the actor's configuration exist."""
@@ -420,13 +421,17 @@ def prepare(
 def prompts_of_run(spec: RLHFJobSpec, run_dir: Path, known: Mapping[str, Fingerprint]) -> Prepared:
     """What a run was given, to read its prompts again. It loads no model, and changes nothing but the cache of data
     sets. Raises DataError if the data is not there any more, or is not that of the fingerprints in `known`."""
+    tokenizer, chat = texts_of_run(spec, run_dir)
+    data = collect(spec, run_dir, run_dir / "cache" / "datasets", chat, known)
+    return Prepared(spec, run_dir, {}, tokenizer, data, chat)
+
+
+def texts_of_run(spec: RLHFJobSpec, run_dir: Path) -> tuple[Any, ChatFormat]:
+    """A run's tokenizer and chat format. Raises DataError."""
     folder = _tokenizer_dir(run_dir)
     tokenizer = tokenizers.load(folder, "spec.models.tokenizer", trust_remote_code=_trusts(spec, "actor"))
     # Without a tokenizer of its own, the run had none when it read the data.
-    given = None if spec.models.tokenizer.train else tokenizer
-    chat = chat_format(given, _date_of(folder))
-    data = collect(spec, run_dir, run_dir / "cache" / "datasets", chat, known)
-    return Prepared(spec, run_dir, {}, tokenizer, data, chat)
+    return tokenizer, chat_format(None if spec.models.tokenizer.train else tokenizer, _date_of(folder))
 
 
 def own_model(
@@ -521,10 +526,6 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 def _tokenizer_dir(run_dir: Path) -> Path:
     return run_dir / "tokenizer"
-
-
-def _actor_config_dir(run_dir: Path) -> Path:
-    return run_dir / "models" / "actor-config"
 
 
 def _date_of(tokenizer_dir: Path) -> datetime | None:

@@ -51,7 +51,7 @@ from dovetail.coordinator.samples.scorers import Scorers
 from dovetail.coordinator.samples.session_drawing import Episodes
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
-from dovetail.coordinator.sessions.environment_workers import job_environment
+from dovetail.coordinator.sessions.job_sessions import Places, job_environment
 from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.delivery import OutputError, check, deliver, deliver_history
 from dovetail.coordinator.store.identity import check_complete, identify
@@ -63,13 +63,14 @@ from dovetail.coordinator.workers.ranks import Ranks
 from dovetail.coordinator.workers.trainer_group import TrainerGroup
 from dovetail.coordinator.workers.weights import Weights
 from dovetail.manifest.sizes import has_critic
-from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.manifest.types import API_VERSION, KIND, RLHFJobSpec, Stage
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.http import serving
 from dovetail.protocol.http.client_session import client_session
 from dovetail.protocol.messages import CommandResult, ModelRef, Offer, Register
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.endings import cancel
+from dovetail.protocol.process.env import AGENTS_PORT
 from dovetail.protocol.process.extras import installed_versions
 from dovetail.protocol.process.process_names import scorer_name
 
@@ -127,9 +128,8 @@ class Engines:
         self._trackers = TrackerProcesses(spec, settings.run_dir, self.run_id, log)
         self._batches = Batches(None, self.records.batches, store)
         self._rewards = self._reward_calls()
-        self._environment = job_environment(
-            spec, settings.base_dir, settings.run_dir, self.run_id, log, self._function_read
-        )
+        places = Places(settings.base_dir, settings.run_dir, AGENTS_PORT if settings.pods else 0)
+        self._environment = job_environment(spec, places, self.run_id, log, self._function_read)
         self._metrics = EvaluationMetrics(spec, settings.base_dir, log)
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
@@ -150,7 +150,7 @@ class Engines:
         sources = ModelSources(spec, settings.run_dir, self._given_model, self._rewards is None)
         self._job = Job(spec, plan, settings.run_dir, self.run_id, self.records, sources, start_seconds)
         self.session = Ranks(self._job, self.trainers)
-        head = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": settings.job or "job"}}
+        head = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": settings.job or "job"}}
         job = {**head, "spec": spec.model_dump(mode="json", by_alias=True)}
         documents = {"job.json": job, "plan.json": plan.model_dump(mode="json", by_alias=True)}
         self._documents = PageDocuments(RunFolder(settings.run_dir, documents))

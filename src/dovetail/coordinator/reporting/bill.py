@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
 from dovetail.coordinator.store.database import ReadOnlyDatabase, StoreError
-from dovetail.coordinator.store.outcomes import Fate, Outcomes
+from dovetail.coordinator.store.outcomes import Fate, Outcomes, counts_key
+from dovetail.coordinator.store.store import KeyValues
 from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol.process.process_names import COORDINATOR, is_trainer, scorer_name
 
@@ -342,7 +343,8 @@ class Bill:
         """The bill, or that of the `newest` iterations. {} for a run without a manifest, a plan or an event.
 
         `seconds` are paid for `gpus` GPUs, or processes on CPUs. `parts` has (what, GPU seconds, whether it is work),
-        and adds up to `seconds` times `gpus`. Prices are None if that of a GPU is missing."""
+        and adds up to `seconds` times `gpus`. `lost_generation` are the GPU seconds of generation that went into
+        episodes that are not trained, by their share of the tokens. Prices are None if that of a GPU is missing."""
         job, plan = self._folder.parsed_job(), self._folder.plan()
         lives = read_lives(self._folder.path / "events.jsonl")
         devices = devices_of(job, plan) if job is not None else []
@@ -367,7 +369,7 @@ class Bill:
                 if window.iteration is not None:
                     iterations.setdefault(window.iteration, Counter()).update(found)
         hour = self._hour(devices)
-        tokens, drawn = _tokens(self._folder.path, iterations.keys())
+        tokens, drawn, lost = _tokens(self._folder.path, iterations.keys())
         tokens["computed again"] = sum(self._again.get(iteration, 0) for iteration in iterations)
         predicted = (plan.get("prediction") or {}).get("iterationSeconds")
         return {
@@ -378,6 +380,7 @@ class Bill:
             "parts": [[name, sums[name], name in WORK] for name in (*WORK, *IDLE) if sums[name] > 0],
             "price": None if hour is None else hour * (paid + down) / 3600,
             "tokens": tokens,
+            "lost_generation": sum(parts[GENERATION] * lost.get(number, 0.0) for number, parts in iterations.items()),
             "steps_again": sum(e["event"] == "trainers.replay" for life in lives for e in life.events),
             "planned_iteration": None if predicted is None else predicted * gpus,
             "iterations": [
@@ -442,17 +445,26 @@ def _is_time(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-def _tokens(run_dir: Path, iterations: Collection[int]) -> tuple[dict[str, int], dict[int, int]]:
-    """The response tokens of these iterations by what became of them, and the trained samples of each."""
-    tokens, samples = dict.fromkeys(("trained", "replaced", "drawn again"), 0), Counter[int]()
+def _tokens(run_dir: Path, iterations: Collection[int]) -> tuple[dict[str, int], dict[int, int], dict[int, float]]:
+    """The response tokens of these iterations by what became of them, the trained samples of each, and of each with
+    episodes which share of what the model wrote is in episodes that are not trained."""
+    tokens, samples = dict.fromkeys(("trained", "replaced", "drawn again", "of lost episodes"), 0), Counter[int]()
+    lost: dict[int, float] = {}
     names = {Fate.TRAINED: "trained", Fate.EQUAL_REWARDS: "replaced", Fate.DISCARDED: "drawn again"}
     with suppress(StoreError, OSError):
-        for part in Outcomes(ReadOnlyDatabase(run_dir / "store.sqlite")).parts():
+        database = ReadOnlyDatabase(run_dir / "store.sqlite")
+        for part in Outcomes(database).parts():
             if part.iteration in iterations:
                 if name := names.get(part.outcome):
                     tokens[name] += int(part.rows["response_tokens"].sum())
                 samples[part.iteration] += len(part.rows) if part.outcome is Fate.TRAINED else 0
-    return tokens, dict(samples)
+        records = KeyValues(database)
+        for iteration in iterations:
+            found = records.get(counts_key(iteration)) or {}
+            if gone := found.get("lost_tokens", 0):
+                tokens["of lost episodes"] += gone
+                lost[iteration] = gone / (gone + found["kept_tokens"])
+    return tokens, dict(samples), lost
 
 
 def sentences(bill: Mapping[str, Any]) -> list[str]:
@@ -475,6 +487,8 @@ def sentences(bill: Mapping[str, Any]) -> list[str]:
     tokens = bill["tokens"]
     twice = [
         f"{tokens['drawn again']:,} drawn again, because an iteration could not be trusted",
+        f"{tokens['of lost episodes']:,} in episodes that were discarded or played again, about "
+        f"{bill['lost_generation']:,.0f} {unit} of generation",
         f"{tokens['replaced']:,} drawn for prompts that dynamic sampling replaced",
         f"{tokens['computed again']:,} computed again, because their server or the coordinator was lost or they moved",
     ]

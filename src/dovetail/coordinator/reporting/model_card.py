@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from dovetail.coordinator.reporting.summary_rows import get, rows
-from dovetail.manifest.types import DataSource, RLHFJobSpec, Stage
+from dovetail.manifest.types import API_VERSION, KIND, DataSource, RLHFJobSpec, Stage
 
 LANGUAGE_MODELS = ("sft", "actor", "actor-best", "actor-ema")
 _WHAT = {
@@ -166,7 +166,7 @@ def shown_manifest(job: str, spec: RLHFJobSpec) -> dict[str, Any]:
     for group in shown.get("groups", []):
         for name in _HIDDEN_OF_GROUPS:
             group.pop(name, None)
-    return {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": job}, "spec": shown}
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": job}, "spec": shown}
 
 
 def _without_places(value: Any) -> Any:

@@ -112,17 +112,46 @@ def _evaluation(version: int) -> str:
     return "evaluation before SFT" if version == BEFORE_SFT else f"evaluation after iteration {version}"
 
 
+def session_lines(row: Mapping[str, Any]) -> list[str]:
+    """An episode turn by turn, as lines. Raises UsageError if the row is none."""
+    if (episode := row.get("episode")) is None:
+        raise UsageError("this run's samples are no episodes: --session is for a job with spec.sessions")
+    messages, runs = episode["messages"], episode.get("tokens") or []
+    learnt = [count for kind, count in runs if kind == "learnt"]
+    last = len(messages) - 1
+    first = len(messages) - episode["turns"] - episode["calls"]
+    lines, turn = [f"{_place(row)}: {facts_of(row)}"], 0
+    for number, (message, said) in enumerate(zip(messages, spoken(episode), strict=True)):
+        if message["role"] == "assistant" and number >= first:
+            turn += 1
+            # Where an agent has several conversations, the messages are those of the last one.
+            known = len(learnt) == episode["turns"] and first >= 0
+            lines.append(f"turn {turn}" + (f", {learnt[turn - 1]} tokens learnt" if known else ""))
+        lines += texts_of(said, list(said))
+        if number == last and episode["discarded"]:
+            lines.append(f"then {episode['ending']}: {printable(episode['why'])}".removesuffix(": "))
+    return [*lines, *_drawn(row, episode)]
+
+
 def described(row: Mapping[str, Any]) -> list[str]:
     """One row of a file as lines."""
-    where = f"iteration {row['iteration']}" if "iteration" in row else _evaluation(row["version"])
-    place = f"{where}, prompt {row['prompt_index']}, sample {row['sample_index']}"
+    place = _place(row)
     if (episode := row.get("episode")) is None or not episode["messages"]:
         return [f"{place}: {facts_of(row)}", *texts_of(row)]
     lines = [line for said in spoken(episode) for line in texts_of(said, list(said))]
+    return [f"{place}: {facts_of(row)}", *lines, *_drawn(row, episode)]
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    where = f"iteration {row['iteration']}" if "iteration" in row else _evaluation(row["version"])
+    return f"{where}, prompt {row['prompt_index']}, sample {row['sample_index']}"
+
+
+def _drawn(row: Mapping[str, Any], episode: Mapping[str, Any]) -> list[str]:
+    """What an episode's tokens are, and who drew them, as lines."""
     runs = ", ".join(f"{count} {kind}" for kind, count in episode.get("tokens", ()))
     drawn = f"weights {row['weight_version']} on {row['rollout']}" if row.get("rollout") else ""
-    more = [f"  {name + ':':<9} {text}" for name, text in (("tokens", runs), ("drawn", drawn)) if text]
-    return [f"{place}: {facts_of(row)}", *lines, *more]
+    return [f"  {name + ':':<9} {text}" for name, text in (("tokens", runs), ("drawn", drawn)) if text]
 
 
 def spoken(episode: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -6,6 +6,8 @@ from what is stored, up to where it was."""
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -23,12 +25,20 @@ from dovetail.coordinator.samples.lineup import Turn
 from dovetail.coordinator.samples.scoring import Finished
 from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.sessions.agent import AgentPlayer
-from dovetail.coordinator.sessions.answer_reader import AnswerReader, Unreadable
-from dovetail.coordinator.sessions.bridge import Bridge
+from dovetail.coordinator.sessions.answer_reader import Unreadable
 from dovetail.coordinator.sessions.effects import EpisodeLost, Failed
-from dovetail.coordinator.sessions.episode import joined
-from dovetail.coordinator.sessions.play import AskedTurn, Ending, Environment, Played, Player, SampledTurn
-from dovetail.coordinator.store.episodes import MOST_TURNS, EndedEpisode
+from dovetail.coordinator.sessions.episode import ModelExchange, joined
+from dovetail.coordinator.sessions.job_sessions import job_player
+from dovetail.coordinator.sessions.play import (
+    AskedTurn,
+    Ending,
+    Environment,
+    Played,
+    Player,
+    SampledTurn,
+    check_opening,
+)
+from dovetail.coordinator.store.episodes import MOST_TURNS, EndedEpisode, Transcript
 from dovetail.coordinator.store.samples import Key, Sample, State
 from dovetail.manifest.training_types import Generation, Sessions
 from dovetail.protocol.process.endings import cancel
@@ -37,6 +47,8 @@ from dovetail.protocol.process.endings import cancel
 Draw = Callable[[Sample, int], Awaitable[Sample]]
 # An episode is begun so often in all, if its state is lost while it is played.
 MOST_ATTEMPTS = 3
+# An agent waits for the model most of the time, and takes about 100 MB.
+AGENTS_PER_CORE = 16
 
 
 class Episodes:
@@ -51,6 +63,10 @@ class Episodes:
         self._compares = job.spec.ppo.compares_samples
         self._player: Player | AgentPlayer | None = None
         self._opening = asyncio.Lock()
+        processes = sessions.agent is not None and sessions.agent.command is not None
+        usual = AGENTS_PER_CORE * len(os.sched_getaffinity(0)) if processes else sys.maxsize
+        # First come, first served: an iteration goes before those after it.
+        self._places = asyncio.Semaphore(sessions.max_concurrent or usual)
 
     @contextmanager
     def open(self, iteration: int, version: int) -> Iterator[Turn]:
@@ -87,24 +103,21 @@ class Episodes:
                 self._player = await self._opened()
 
     async def _opened(self) -> Player | AgentPlayer:
-        prepared, sessions = self._prepared, self._sessions
-        bridge = Bridge(prepared.chat, prepared.tokenizer)
         try:
             await self._environment.open()
         except ValueError as error:
             raise GenerationError(str(error)) from error
-        if sessions.agent is not None:
-            return AgentPlayer.of(bridge, prepared.tokenizer, prepared.chat, sessions.max_turns)
         try:
-            reader = AnswerReader.of(prepared.tokenizer, prepared.chat)
+            return job_player(self._sessions, self._prepared, self._environment, self._store.tool_calls)
         except Unreadable as error:
             raise GenerationError(f"spec.sessions: {error}") from error
-        return Player(
-            bridge, reader, self._store.tool_calls, self._environment.tools, sessions.max_turns, sessions.repeatable
-        )
 
     async def _play(self, sample: Sample, draw: Draw) -> list[Sample]:
         """Play one sample's episode to its end, and store it. Returns what is to be scored."""
+        async with self._places:
+            return await self._played(sample, draw)
+
+    async def _played(self, sample: Sample, draw: Draw) -> list[Sample]:
         key, player = sample.key, self._player
         # An environment outside of the job remembers earlier episodes, also those of samples that were forgotten.
         earlier = MOST_ATTEMPTS * self._store.drawings(key.iteration)
@@ -113,14 +126,13 @@ class Episodes:
         fields = {name: value for name, value in sample.fields.items() if name != "messages"}
         asked = sample.fields["messages"]
 
+        latest: ModelExchange | None = None
+        drawn = 0
+
         async def policy(turn: AskedTurn) -> SampledTurn:
-            prompt = turn.exchange.prompt
-            if not turn.before and len(prompt) > (room := self._prepared.spec.data.max_prompt_tokens):
-                raise GenerationError(
-                    f"the episode of sample {key.sample} of prompt {key.prompt} begins with {len(prompt)} tokens, but "
-                    f"spec.data.maxPromptTokens is {room}; raise it, because the tools and what the {player.whose} "
-                    "says belong to the prompt"
-                )
+            nonlocal latest, drawn
+            latest, prompt = turn.exchange, turn.exchange.prompt
+            check_opening(turn, self._prepared.spec.data.max_prompt_tokens)
             left = self._most - turn.before
             limit = min(left, self._sessions.max_tokens or left, turn.most or left)
             if limit < 1:
@@ -134,24 +146,25 @@ class Episodes:
                 raise EpisodeLost(otherwise)
             if found.state is not State.GENERATED:
                 found = await draw(found, limit)
+            drawn += 1
             return SampledTurn(found.tokens.tolist(), found.logprobs.tolist(), found.finished)
 
         found: list[Sample] | None = None
         while found is None:
             begun: Any = None
+            latest, drawn = None, 0
             try:
-                given = sample.fields if isinstance(player, AgentPlayer) else fields
-                begun = await self._environment.begin("-".join(map(str, (*key, attempt))), given)
+                begun = await self._environment.begin("-".join(map(str, (*key, attempt))), asked, fields)
                 found = self._end(key, await player.play(key, attempt, asked, begun, policy))
             except EpisodeLost as lost:
                 attempt += 1
                 if attempt == earlier + MOST_ATTEMPTS:
-                    found = self._discard(key, f"{player.whose} failed", str(lost))
+                    found = self._discard(key, f"{player.whose} failed", str(lost), _transcript(latest, drawn))
                 else:
                     self._log("episode.again", sample=list(key), reason=str(lost))
                     self._store.episodes.again(key)
             except Failed as failure:
-                found = self._discard(key, f"{player.whose} failed", str(failure))
+                found = self._discard(key, f"{player.whose} failed", str(failure), _transcript(latest, drawn))
             except (TemplateRefused, NotWritten) as error:
                 raise GenerationError(
                     f"the tokenizer's chat template refuses the episode of sample {key.sample} of prompt {key.prompt}: "
@@ -165,7 +178,8 @@ class Episodes:
     def _end(self, key: Key, played: Played) -> list[Sample]:
         failed = played.ending is not Ending.ANSWERED
         if (failed and self._sessions.on_failure == "Discard") or not played.branches:
-            return self._discard(key, played.ending, played.why)
+            transcript = Transcript(played.messages, played.turns, played.calls)
+            return self._discard(key, played.ending, played.why, transcript)
         self._store.episodes.end(
             key,
             EndedEpisode(
@@ -177,13 +191,14 @@ class Episodes:
                 messages=played.messages,
                 turns=played.turns,
                 calls=played.calls,
+                requests=played.requests,
             ),
         )
         return [self._store.samples.get(key)]
 
-    def _discard(self, key: Key, ending: str, why: str) -> list[Sample]:
+    def _discard(self, key: Key, ending: str, why: str, transcript: Transcript) -> list[Sample]:
         self._log("episode.discarded", sample=list(key), ending=ending, reason=why)
-        self._store.episodes.discard(key, ending, why)
+        self._store.episodes.discard(key, ending, why, transcript)
         return []
 
     def _check(self, iteration: int) -> None:
@@ -198,6 +213,15 @@ class Episodes:
             some = "all" if not left else f"{len(gone)} of"
             rest = ", and no prompt has two others to compare" if left else ""
             raise GenerationError(f"{some} {len(found)} episodes of iteration {iteration} failed{rest}; {causes}")
+
+
+def _transcript(latest: ModelExchange | None, turns: int) -> Transcript:
+    """What is known of an episode that was given up after so many turns. `latest` is the last one that was asked."""
+    if latest is None:
+        return Transcript([], 0, 0)
+    answers = [] if latest.answer is None else [latest.answer.message]
+    calls = sum(message["role"] == "tool" for message in latest.messages)
+    return Transcript([*latest.messages, *answers], turns, calls)
 
 
 class _Playing(DrawingFollower):

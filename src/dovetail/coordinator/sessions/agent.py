@@ -10,14 +10,14 @@ import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from dovetail.coordinator.data.text.chat_template import ChatFormat, Message, NotWritten, TemplateRefused
 from dovetail.coordinator.sessions.answer_reader import AnswerReader, Unreadable
 from dovetail.coordinator.sessions.bridge import Bridge, Tools
 from dovetail.coordinator.sessions.effects import Failed
 from dovetail.coordinator.sessions.episode import Episode, ModelExchange, Sampled
-from dovetail.coordinator.sessions.play import AskedTurn, Ending, Played, Policy, SampledTurn, read_turn
+from dovetail.coordinator.sessions.play import AskedTurn, Ending, Played, Policy, PromptTooLong, SampledTurn, read_turn
 from dovetail.coordinator.store.samples import Key
 from dovetail.protocol.process.endings import cancel
 
@@ -26,14 +26,22 @@ class TurnRefused(Exception):
     """A request gets no answer. The message is a sentence for whoever wrote the agent."""
 
 
+class Until(NamedTuple):
+    """Where an answer ends if it does not end before: after `most` tokens, and with the first of the texts `stops`.
+    Such a text is sampled and learnt, but the agent does not get it."""
+
+    most: int | None = None
+    stops: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class TurnRequest:
-    """What the agent asks for: the answer to `messages`, of at most `most` tokens if that is given. `answered` gets the
-    exchange, or TurnRefused."""
+    """What the agent asks for: the answer to what `asks` finds in the episode. `answered` gets the exchange, or
+    TurnRefused."""
 
-    messages: Sequence[Message]
+    asks: Callable[[Episode], ModelExchange]
     tools: Tools
-    most: int | None
+    until: Until
     answered: asyncio.Future[ModelExchange]
 
     def answer(self, exchange: ModelExchange) -> None:
@@ -64,9 +72,16 @@ class AgentEpisode:
         self._requests = asyncio.Queue[TurnRequest]()
         self._open = set[TurnRequest]()
 
-    async def ask(self, messages: Sequence[Message], tools: Tools, most: int | None) -> ModelExchange:
-        """The model's turn, as `TurnRequest` describes it. Raises TurnRefused."""
-        request = TurnRequest(messages, tools, most, asyncio.get_running_loop().create_future())
+    async def ask(self, messages: Sequence[Message], tools: Tools, until: Until) -> ModelExchange:
+        """The model's turn after `messages`. Raises TurnRefused."""
+        return await self._ask(lambda episode: episode.ask(messages, tools), tools, until)
+
+    async def ask_ids(self, ids: Sequence[int], until: Until) -> ModelExchange:
+        """As `ask`, after a prompt of token ids."""
+        return await self._ask(lambda episode: episode.ask_ids(ids), (), until)
+
+    async def _ask(self, asks: Callable[[Episode], ModelExchange], tools: Tools, until: Until) -> ModelExchange:
+        request = TurnRequest(asks, tools, until, asyncio.get_running_loop().create_future())
         self._requests.put_nowait(request)
         self._open.add(request)
         try:
@@ -146,10 +161,16 @@ class AgentPlayer:
                 if len(episode.answered) == self.max_turns:
                     ending, limit = Ending.TURNS, f"it has had {self.max_turns} turns (spec.sessions.maxTurns)"
                 else:
-                    drawn = await policy(AskedTurn(exchange, episode.before(exchange), most=request.most))
+                    until = request.until
+                    try:
+                        drawn = await policy(AskedTurn(exchange, episode.before(exchange), most=until.most))
+                    except PromptTooLong as error:
+                        # It may ask with less.
+                        request.refuse(str(error))
+                        continue
                     if drawn.tokens:
-                        message, why = self._read(len(episode.exchanges) - 1, exchange, drawn)
-                        episode.answer(exchange, Sampled(drawn.tokens, drawn.logprobs, message, drawn.ended))
+                        answer, why = self.read(len(episode.exchanges) - 1, exchange, drawn, until.stops)
+                        episode.answer(exchange, answer)
                         agent.answer(request, exchange)
                         continue
                     ending, limit = Ending.CUT, "no tokens are left of spec.generation.maxTokens"
@@ -169,23 +190,28 @@ class AgentPlayer:
             ending = Ending.CUT if not last.answer.ended else Ending.WRONG_CALL if why else Ending.ANSWERED
         calls = sum(len(each.answer.message.get("tool_calls", [])) for each in answered if each.answer is not None)
         messages = [*last.messages, last.answer.message]
-        return Played(episode.branches(), messages, ending, agent.reward, len(answered), calls, limit or why)
+        told = (episode.branches(), episode.requests(), messages)
+        return Played(*told, ending, agent.reward, len(answered), calls, limit or why)
 
     def _asked(self, episode: Episode, request: TurnRequest) -> ModelExchange:
         """Raises TurnRefused."""
         if request.tools and self.reader is None:
             raise TurnRefused(f"tools cannot be used: {self.unreadable}")
         try:
-            return episode.ask(request.messages, request.tools)
+            return request.asks(episode)
         except (TemplateRefused, NotWritten) as error:
             raise TurnRefused(f"the tokenizer's chat template refuses the messages: {error}") from error
 
-    def _read(self, turn: int, exchange: ModelExchange, drawn: SampledTurn) -> tuple[Message, str]:
-        """The message, and what is wrong with it. What was not to be a call, or is none, is a text."""
+    def read(self, turn: int, exchange: ModelExchange, drawn: SampledTurn, stops: Sequence[str]) -> tuple[Sampled, str]:
+        """What was drawn, up to the first of `stops`, with its message, and what is wrong with that. What was not to be
+        a call, or is none, is a text."""
+        tokens, logprobs, ended = drawn
+        if (count := self.bridge.until(tokens, stops)) is not None:
+            tokens, logprobs, ended = tokens[:count], logprobs[:count], True
         message: Message = {}
         why = ""
         if self.reader is not None:
-            message, why = read_turn(self.reader, turn, exchange, drawn)
+            message, why = read_turn(self.reader, turn, exchange, tokens, stops)
         if not message or why or (message.get("tool_calls") and not exchange.tools):
-            message = {"role": "assistant", "content": self.bridge.text(drawn.tokens)}
-        return message, why if exchange.tools else ""
+            message = {"role": "assistant", "content": self.bridge.text(tokens, stops)}
+        return Sampled(tokens, logprobs, message, ended, stops), why if exchange.tools else ""

@@ -1,31 +1,43 @@
-"""The agents of a job: a command of the user's, which is started once for each episode. It reaches the job at one
-socket only, which has the routes of the episodes."""
+"""The agents of a job: a command of the user's, which is started once for each episode, or a service of theirs, which
+is asked to play it. They reach the job at one socket only, which has the routes of the episodes."""
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import signal
+import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import aiohttp
 from aiohttp import web
 
+from dovetail.coordinator.data.text.chat_template import Message
 from dovetail.coordinator.sessions import agent_worker
 from dovetail.coordinator.sessions.agent import AgentEpisode
 from dovetail.coordinator.sessions.bridge import Tools
-from dovetail.coordinator.sessions.chat_routes import ChatRoutes
+from dovetail.coordinator.sessions.chat_routes import MODEL, ChatRoutes
 from dovetail.coordinator.sessions.effects import Failed
+from dovetail.coordinator.sessions.http_environment import Tries, Unanswered
 from dovetail.coordinator.user_code.sandbox import Sandbox
 from dovetail.coordinator.user_code.user_process import START_SECONDS, Gone, UserProcess
 from dovetail.manifest.training_types import SessionAgent
+from dovetail.protocol.http.client_session import client_session
 from dovetail.protocol.http.serving import Runner
 
+FIELD = "spec.sessions.agent.url"
+# The time that a service may take to accept a connection.
+CONNECT_SECONDS = 30.0
+_SAID_BYTES = 4096
 
-class Agents:
+
+class CommandAgents:
     """The agents of a job (`Environment`), which ask at the `routes`. Their command is started in `folder`. Without
     `sandbox` it may do what the job may."""
 
@@ -33,7 +45,9 @@ class Agents:
     tools: Tools = ()
 
     def __init__(self, given: SessionAgent, folder: Path, sandbox: Sandbox | None, routes: ChatRoutes) -> None:
-        self._given, self._folder, self._sandbox, self._routes = given, folder, sandbox, routes
+        assert given.command is not None
+        self._command, self._seconds = given.command, given.timeout_seconds
+        self._folder, self._sandbox, self._routes = folder, sandbox, routes
         self._runner: Runner | None = None
         self._socket = Path()
 
@@ -54,9 +68,10 @@ class Agents:
         await web.UnixSite(self._runner, self._socket).start()
         self._socket.chmod(0o666)
 
-    async def begin(self, episode: str, record: Mapping[str, Any]) -> AgentEpisode:
-        """Start the command, with a record of the prompts."""
-        return AgentEpisode(partial(self._run, record), self._given.timeout_seconds, self._routes.episodes)
+    async def begin(self, episode: str, asked: Sequence[Message], fields: Mapping[str, Any]) -> AgentEpisode:
+        """Start the command, which gets the whole record: it has a conversation of its own."""
+        record = {**fields, "messages": list(asked)}
+        return AgentEpisode(partial(self._run, record), self._seconds, self._routes.episodes)
 
     async def close(self) -> None:
         """Serve no more. Episodes end their own commands."""
@@ -69,9 +84,9 @@ class Agents:
         """Run the command to its end. Raises Failed if it ends badly. When this is cancelled, it is killed."""
         process = await UserProcess.start(agent_worker.__name__, self._sandbox)
         request = {
-            "command": self._given.command,
+            "command": self._command,
             "folder": str(self._folder),
-            "record": dict(record),
+            "record": record,
             "key": key,
             "socket": str(self._socket),
         }
@@ -89,3 +104,104 @@ class Agents:
         if code := reply["exit"]:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             raise Failed(f"the agent {how}" + f": {reply['said']}" * bool(reply["said"]))
+
+
+class ServiceAgents:
+    """The agents of a job (`Environment`) that a service at a URL plays. It gets, in JSON:
+
+        POST /v1/episodes {"episode", "record", "base_url", "api_key", "model"}
+
+    It asks at `base_url` with the key, and answers with status 200 when the episode is over. Episodes' names begin with
+    `run`. The routes are served at `port`, at any if it is 0."""
+
+    tools: Tools = ()
+
+    def __init__(self, given: SessionAgent, run: str, port: int, routes: ChatRoutes) -> None:
+        assert given.url is not None
+        self._url, self._seconds = given.url.rstrip("/"), given.timeout_seconds
+        self._run_name, self._port, self._routes = run, port, routes
+        self._runner: Runner | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._base_url = ""
+
+    async def open(self) -> None:
+        """Serve the routes at the address from which the service is reached, once that answers. It may be called again.
+        Raises ValueError with one sentence."""
+        if self._runner is not None:
+            return
+        try:
+            host = await asyncio.to_thread(_address_towards, self._url)
+        except OSError as error:
+            raise ValueError(f"{FIELD}: {self._url} cannot be reached: {error}") from error
+        if self._session is None:
+            self._session = client_session(timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS))
+        tries = Tries(self._seconds, known=False)
+        while (missing := await self._missing(self._session)) is not None:
+            if not await tries.another(missing):
+                raise ValueError(f"{FIELD}: {self._url} {missing}; start the service, or correct the address")
+        self._runner = Runner(self._routes.app(), access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, self._port, reuse_address=True).start()
+        shown = f"[{host}]" if ":" in host else host
+        self._base_url = f"http://{shown}:{self._runner.addresses[0][1]}/v1"
+
+    async def begin(self, episode: str, asked: Sequence[Message], fields: Mapping[str, Any]) -> AgentEpisode:
+        """Ask the service to play the episode, with the whole record."""
+        request = {
+            "episode": f"{self._run_name}-{episode}",
+            "record": {**fields, "messages": list(asked)},
+            "base_url": self._base_url,
+            "model": MODEL,
+        }
+        return AgentEpisode(partial(self._run, request), self._seconds, self._routes.episodes)
+
+    async def close(self) -> None:
+        """Serve no more."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _missing(self, session: aiohttp.ClientSession) -> Unanswered | None:
+        """Why nothing answers at the URL. None if it does, whatever it says to a request that asks for nothing."""
+        try:
+            async with session.get(f"{self._url}/v1/episodes", timeout=aiohttp.ClientTimeout(total=CONNECT_SECONDS)):
+                return None
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return _unanswered(error)
+
+    async def _run(self, request: Mapping[str, Any], key: str) -> None:
+        """Ask until the episode is over. A service that died has time to come back. It plays the episode again, and
+        gets what is stored as long as it asks the same. Raises Failed. When this is cancelled, the connection ends."""
+        assert self._session is not None
+        where, tries = f"the agent failed: POST {self._url}/v1/episodes", Tries(self._seconds, known=True)
+        while True:
+            try:
+                async with self._session.post(f"{self._url}/v1/episodes", json={**request, "api_key": key}) as answer:
+                    said = (await answer.content.read(_SAID_BYTES)).decode(errors="replace")
+                if answer.status == 200:
+                    return
+                raise Failed(f"{where} answered {answer.status}: {' '.join(said.split())[:200]}")
+            except (aiohttp.ClientError, TimeoutError) as error:
+                lost = _unanswered(error)
+                if not await tries.another(lost):
+                    raise Failed(f"{where} {lost}, {tries.made} times") from error
+
+
+def _unanswered(error: Exception) -> Unanswered:
+    """Without a connection there is no time limit but that for making one."""
+    if isinstance(error, aiohttp.ClientConnectorError | TimeoutError):
+        return Unanswered(f"accepts no connection ({getattr(error, 'os_error', None) or type(error).__name__})", False)
+    return Unanswered(f"lost its connection ({type(error).__name__})", True)
+
+
+def _address_towards(url: str) -> str:
+    """This machine's address on the way to a URL. Raises OSError."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    family, _, _, _, address = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as reaching:
+        reaching.connect(address)
+        return str(reaching.getsockname()[0])

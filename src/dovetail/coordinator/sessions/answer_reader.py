@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from dovetail.coordinator.data.text.chat_template import ChatFormat, Message, NotWritten, TemplateRefused
-from dovetail.coordinator.sessions.bridge import Tools
+from dovetail.coordinator.sessions.bridge import Tools, before_any
 
 _NAME, _KEYS, _VALUES = "probed_tool", ("first_key", "second_key"), ("first value", "second value")
 _ARGUMENTS = dict(zip(_KEYS, _VALUES, strict=True))
@@ -24,8 +24,8 @@ _NAMED = {"name": "{name}", "arguments": "{content}"}
 # A thought begins the turn, or the prompt for it. Elsewhere the tag is a word.
 _THOUGHT = r"\A\s*<think>"
 # How deep the objects and lists of a call may be in each other.
-_DEPTH = 64
-_TOO_DEEP = f"the call has more than {_DEPTH} objects and lists in each other"
+DEPTH = 64
+_TOO_DEEP = f"the call has more than {DEPTH} objects and lists in each other"
 # No pattern below reads a text twice: a model that repeats itself writes thousands of openings.
 _NAME_OF_TOOL = r"(?P<name>[^\s<>\[\]{}|\"]+)"
 
@@ -51,10 +51,11 @@ class AnswerReader:
         own = getattr(tokenizer, "response_template", None)
         return cls(tokenizer, own or _derived(tokenizer, chat))
 
-    def read(self, prompt: Sequence[int], tokens: Sequence[int], tools: Tools) -> Message:
-        """The message in the sampled `tokens`, the answer to `prompt`. The calls have no ids yet. Raises WrongCall."""
+    def read(self, prompt: Sequence[int], tokens: Sequence[int], tools: Tools, stops: Sequence[str] = ()) -> Message:
+        """The message in the sampled `tokens`, the answer to `prompt`, before any of `stops`. The calls have no ids
+        yet. Raises WrongCall."""
         before, text = (self.tokenizer.decode(list(ids), skip_special_tokens=False) for ids in (prompt, tokens))
-        return self.read_text(before, text, tools)
+        return self.read_text(before, before_any(text, stops), tools)
 
     def read_text(self, before: str, text: str, tools: Tools) -> Message:
         """The message in `text`, the answer to the prompt `before`. Raises WrongCall."""
@@ -79,16 +80,21 @@ class AnswerReader:
 
 def _check_storable(function: Mapping[str, Any]) -> None:
     """Raises WrongCall for what others cannot write again: the store, the chat template, and the environment."""
-    level: list[Any] = [function]
-    for _ in range(_DEPTH):
-        level = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
-        level = [each for each in level if isinstance(each, dict | list)]
-    if level:
+    if deeper(function, DEPTH):
         raise WrongCall(_TOO_DEEP)
     try:
         json.dumps(function, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise WrongCall("the call has half of a character (a lone surrogate)") from error
+
+
+def deeper(value: Any, depth: int) -> bool:
+    """Whether so many objects and lists in each other have yet others in them."""
+    level = [value]
+    for _ in range(depth):
+        level = [each for each in level if isinstance(each, dict | list)]
+        level = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
+    return any(isinstance(each, dict | list) for each in level)
 
 
 def _derived(tokenizer: Any, chat: ChatFormat) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -46,9 +47,21 @@ class Bridge:
         first, *rest = self._ids(Rendered(end + text))
         return rest if first == last else None
 
-    def text(self, ids: Sequence[int]) -> str:
-        """What sampled ids say, without marks such as the end token."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+    def text(self, ids: Sequence[int], stops: Sequence[str] = ()) -> str:
+        """What sampled ids say before any of `stops`, without marks such as the end token."""
+        return before_any(self._decoded(ids), stops).strip()
+
+    def until(self, ids: Sequence[int], stops: Sequence[str]) -> int | None:
+        """How many of the ids it takes to write one of `stops`. None if none is written."""
+
+        def written(count: int) -> bool:
+            text = self._decoded(ids[:count])
+            return any(stop in text for stop in stops)
+
+        return bisect_left(range(len(ids)), True, key=written) if written(len(ids)) else None
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     @cached_property
     def _marks(self) -> frozenset[int]:
@@ -64,3 +77,8 @@ class Bridge:
     def _ids(self, text: str) -> list[int]:
         special = not isinstance(text, Rendered)
         return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def before_any(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first of `stops` in it."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -45,6 +46,17 @@ def storable(what: str, text: str) -> str:
             f"{what} answered with half of a character (a lone surrogate); decode bytes with errors='replace'"
         ) from error
     return text
+
+
+def finite(given: Any) -> float | None:
+    """The finite number that JSON gives, such as a reward. None if it is something else."""
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        return None
+    try:
+        number = float(given)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 class ToolEnvironment(Protocol):

@@ -11,15 +11,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from dovetail.coordinator.data.text.chat_template import Message
 from dovetail.coordinator.sessions import environment_worker
-from dovetail.coordinator.sessions.agents import Agents
 from dovetail.coordinator.sessions.bridge import Tools
-from dovetail.coordinator.sessions.chat_routes import ChatRoutes
 from dovetail.coordinator.sessions.effects import EpisodeLost, Failed, MayBeMade, ToolCall
-from dovetail.coordinator.sessions.http_environment import HttpEnvironment
 from dovetail.coordinator.user_code.sandbox import Sandbox
 from dovetail.coordinator.user_code.user_process import START_SECONDS, Gone, UserProcess
-from dovetail.manifest.types import RLHFJobSpec
 
 FIELD = "spec.sessions.environment.function"
 _T = TypeVar("_T")
@@ -63,14 +60,15 @@ class _DiedBefore(_Died):
 Read = Callable[[str, str, str], None]
 
 
-def _unread(name: str, file: str, digest: str) -> None: ...
+def unread(name: str, file: str, digest: str) -> None:
+    """Nobody is told."""
 
 
 class EnvironmentWorkers:
     """The environments of a job. Processes are started when they are needed. `read` is called whenever one has imported
     the class."""
 
-    def __init__(self, code: EnvironmentCode, read: Read = _unread) -> None:
+    def __init__(self, code: EnvironmentCode, read: Read = unread) -> None:
         self.code = code
         self._tools: Tools | None = None
         self._read = read
@@ -107,9 +105,9 @@ class EnvironmentWorkers:
             raise ValueError(f"{FIELD}: {reply['refused']}")
         self._tools = reply["tools"]
 
-    async def begin(self, episode: str, record: Mapping[str, Any]) -> WorkerEpisode:
-        """An episode that begins with the fields of a prompt record. Raises Failed."""
-        begun = WorkerEpisode(self, record)
+    async def begin(self, episode: str, asked: Sequence[Message], fields: Mapping[str, Any]) -> WorkerEpisode:
+        """An episode whose `reset` gets the fields. Raises Failed."""
+        begun = WorkerEpisode(self, fields)
         await begun.begin()
         return begun
 
@@ -312,26 +310,3 @@ def _same(what: str, before: str, now: str) -> None:
             f"{what} was made again after a death and answered {now[:80]!r} in place of {before[:80]!r}; let it depend "
             "on the record and the calls only, or set effects: AtMostOnce"
         )
-
-
-def job_environment(
-    spec: RLHFJobSpec, base_dir: Path, run_dir: Path, run: str, log: Callable[..., None], read: Read = _unread
-) -> EnvironmentWorkers | HttpEnvironment | Agents | None:
-    """The environments or the agents of a job's episodes. None if it has none. A class is imported from
-    spec.models.reward.importPath, or else from `base_dir`, and does not see `run_dir`. An agent is started there. `run`
-    is the run's name at a server."""
-    if (sessions := spec.sessions) is None:
-        return None
-    folder = Path(spec.models.reward.import_path or base_dir)
-    sandbox = Sandbox(folder, [run_dir]) if sessions.sandbox == "Bubblewrap" else None
-    if sessions.agent is not None:
-        length = spec.data.max_prompt_tokens + spec.generation.max_tokens
-        routes = ChatRoutes(spec.generation, length, log)
-        return Agents(sessions.agent, folder, sandbox, routes)
-    given = sessions.environment
-    assert given is not None
-    if given.url is not None:
-        return HttpEnvironment(given.url, run, given.timeout_seconds)
-    assert given.function is not None
-    code = EnvironmentCode(given.function, folder, given.workers, given.timeout_seconds, sessions.repeatable, sandbox)
-    return EnvironmentWorkers(code, read)

@@ -23,19 +23,21 @@ from dovetail.protocol.wire import BRANCH, LEARNT
 @dataclass(frozen=True)
 class Sampled:
     """What the model wrote in one turn. `tokens` are the ids as they were sampled, with the end token, and `logprobs`
-    (nats) has one for each. `message` is what the agent gets. `ended` says whether an end token ended the turn, and not
-    the limit of its length."""
+    (nats) has one for each. `message` is what the agent gets. `ended` says whether an end token or one of the texts
+    `stops` ended the turn, and not the limit of its length."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
     message: Message
     ended: bool = True
+    stops: Sequence[str] = ()
 
 
 @dataclass(eq=False)
 class ModelExchange:
     """One prompt of an episode, and the model's answer to it once there is one. `prompt` has the ids of the whole
-    prompt. `before` is the exchange whose ids begin it. It is None where a branch begins."""
+    prompt. `before` is the exchange whose ids begin it. It is None where a branch begins. `of_ids`: it was asked for
+    with ids, and not with messages."""
 
     messages: list[Message]
     tools: Tools
@@ -43,12 +45,19 @@ class ModelExchange:
     before: ModelExchange | None
     answer: Sampled | None = None
     said: tuple[str, ...] = field(default=(), repr=False)
+    of_ids: bool = False
 
     @property
     def after(self) -> tuple[str, ...]:
         """The messages with the answer, in the form in which messages are compared."""
         assert self.answer is not None
         return (*self.said, _compared(self.answer.message))
+
+
+# What the model was asked with in one turn, as JSON. It goes on from the turn `before`, counted from 0, with further
+# `messages` or `ids`. Without `before` a branch begins, and messages have their `tools`. The model has `written` so
+# many tokens, at most up to the first of the texts `stops`, if there are any.
+StoredRequest = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,23 @@ class Episode:
         self.exchanges.append(made)
         return made
 
+    def ask_ids(self, ids: Sequence[int]) -> ModelExchange:
+        """The exchange that answers a prompt of token ids. The same ids again are the same exchange. It goes on where
+        the ids begin with those of an earlier prompt and its answer. Messages have what was added, as text."""
+        prompt = list(ids)
+        if (known := next((each for each in self.exchanges if each.prompt == prompt), None)) is not None:
+            return known
+        before, messages, held = None, list[Message](), 0
+        for each in self.answered:
+            told = _tokens(each)
+            if len(told) > held and prompt[: len(told)] == told and each.answer is not None:
+                before, messages, held = each, [*each.messages, each.answer.message], len(told)
+        added = {"role": "user", "content": self._bridge.text(prompt[held:])}
+        # Ids are not compared with messages.
+        made = ModelExchange([*messages, added], (), prompt, before, said=(f"ids {_plain(prompt)}",), of_ids=True)
+        self.exchanges.append(made)
+        return made
+
     def _continued(self, before: ModelExchange, messages: Sequence[Message]) -> ModelExchange | None:
         """The exchange that appends to an earlier one. None if that cannot be."""
         answer = before.answer
@@ -132,6 +158,36 @@ class Episode:
     def answered(self) -> list[ModelExchange]:
         """The exchanges in which the model wrote something, as they were asked for."""
         return [each for each in self.exchanges if each.answer is not None and each.answer.tokens]
+
+    def requests(self) -> list[StoredRequest]:
+        """What the exchanges with an answer were asked with, to ask for them again (`ask_again`)."""
+        numbers = {each: number for number, each in enumerate(self.answered)}
+        found = list[StoredRequest]()
+        for each in numbers:
+            before, answer = each.before, each.answer
+            assert answer is not None
+            request: StoredRequest = {"written": len(answer.tokens)}
+            if before is not None:
+                request["before"] = numbers[before]
+            if each.of_ids:
+                request["ids"] = each.prompt[0 if before is None else len(_tokens(before)) :]
+            else:
+                request["messages"] = each.messages[0 if before is None else len(before.messages) + 1 :]
+                request |= {"tools": list(each.tools)} if before is None else {}
+            if answer.stops:
+                request["stops"] = list(answer.stops)
+            found.append(request)
+        return found
+
+    def ask_again(self, request: StoredRequest) -> ModelExchange:
+        """The exchange of the next one of `requests`. All before it are answered."""
+        before = self.answered[request["before"]] if "before" in request else None
+        if "ids" in request:
+            return self.ask_ids([*([] if before is None else _tokens(before)), *request["ids"]])
+        if before is None:
+            return self.ask(request["messages"], request["tools"])
+        assert before.answer is not None
+        return self.ask([*before.messages, before.answer.message, *request["messages"]], before.tools)
 
     def before(self, exchange: ModelExchange) -> int:
         """How many tokens of the response come before the answer of an exchange that has none yet: all that the other

@@ -14,26 +14,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
 import aiohttp
 
+from dovetail.coordinator.data.text.chat_template import Message
 from dovetail.coordinator.sessions.bridge import Tools
-from dovetail.coordinator.sessions.effects import EpisodeLost, Failed, MayBeMade, NotMade, ToolCall, storable
+from dovetail.coordinator.sessions.effects import EpisodeLost, Failed, MayBeMade, NotMade, ToolCall, finite, storable
 from dovetail.protocol.http.client_session import client_session
 
 FIELD = "spec.sessions.environment.url"
 # How often a request is sent that may be sent again, and seconds before the second time. They double each time.
-TRIES = 4
+TRIES = 6
 BACKOFF_SECONDS = 0.5
+_LONGEST_BACKOFF_SECONDS = 8.0
 _LONGEST_BYTES = 16 << 20
 _GONE = 410
 
 
-class _Unanswered(Exception):
+class Unanswered(Exception):
     """A request got no answer, or the server says that it failed. The message is a verb phrase. `sent` says whether the
     server may have got it. `status` is the HTTP status, or 0."""
 
@@ -62,9 +63,14 @@ class HttpEnvironment:
         assert self._tools is not None
         return self._tools
 
+    @property
+    def known(self) -> bool:
+        """Whether the server has answered."""
+        return self._tools is not None
+
     async def open(self) -> None:
         """Ask for the tools. It may be called again. Raises ValueError with one sentence."""
-        if self._tools is not None:
+        if self.known:
             return
         try:
             found = (await self.safely("GET", "/v1/tools"))["tools"]
@@ -78,10 +84,10 @@ class HttpEnvironment:
             raise ValueError(f"{FIELD}: {self.url}/v1/tools has no tool")
         self._tools = found
 
-    async def begin(self, episode: str, record: Mapping[str, Any]) -> HttpEpisode:
+    async def begin(self, episode: str, asked: Sequence[Message], fields: Mapping[str, Any]) -> HttpEpisode:
         """Begin an episode, or find it again after a death. Raises Failed."""
         name = f"{self._run}-{episode}"
-        answer = await self.safely("POST", "/v1/reset", {"episode": name, "record": dict(record)})
+        answer = await self.safely("POST", "/v1/reset", {"episode": name, "record": dict(fields)})
         return HttpEpisode(self, name, self._run, observation(answer, "/v1/reset"))
 
     async def close(self) -> None:
@@ -92,24 +98,19 @@ class HttpEnvironment:
 
     async def safely(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The answer to a request that may be sent again. Raises Failed and EpisodeLost."""
-        for tries in range(1, TRIES + 1):
+        tries = Tries(self.seconds, self.known)
+        while True:
             try:
                 return await self.once(method, path, body)
-            except _Unanswered as error:
+            except Unanswered as error:
                 if error.status == _GONE:
                     raise EpisodeLost(f"{method} {self.url}{path} {error}") from error
-                if not error.passing or tries == TRIES:
-                    often = f", {tries} times" if tries > 1 else ""
+                if not await tries.another(error):
+                    often = f", {tries.made} times" if tries.made > 1 else ""
                     raise Failed(f"{method} {self.url}{path} {error}{often}") from error
-            await self.pause(tries)
-        raise AssertionError
-
-    async def pause(self, tries: int) -> None:
-        """Wait before the next try."""
-        await asyncio.sleep(BACKOFF_SECONDS * 2 ** (tries - 1))
 
     async def once(self, method: str, path: str, body: Mapping[str, Any] | None = None, key: str | None = None) -> Any:
-        """The answer to one request. Raises _Unanswered."""
+        """The answer to one request. Raises Unanswered."""
         if self._session is None:
             self._session = client_session(timeout=aiohttp.ClientTimeout(total=self.seconds))
         headers = {"Idempotency-Key": key} if key is not None else {}
@@ -119,21 +120,48 @@ class HttpEnvironment:
                 async for part in answer.content.iter_chunked(1 << 16):
                     body_read += part
                     if len(body_read) > _LONGEST_BYTES:
-                        raise _Unanswered(f"answered with more than {_LONGEST_BYTES:,} bytes", True, answer.status)
+                        raise Unanswered(f"answered with more than {_LONGEST_BYTES:,} bytes", True, answer.status)
                 text = body_read.decode(errors="replace")
                 if answer.status != 200:
                     said = " ".join(text.split())[:200]
-                    raise _Unanswered(f"answered {answer.status}" + (f": {said}" if said else ""), True, answer.status)
+                    raise Unanswered(f"answered {answer.status}" + (f": {said}" if said else ""), True, answer.status)
                 return json.loads(text)
         except TimeoutError as error:
             what = f"gave no answer within {self.seconds:g} s (spec.sessions.environment.timeoutSeconds)"
-            raise _Unanswered(what, True) from error
+            raise Unanswered(what, True) from error
         except aiohttp.ClientConnectorError as error:
-            raise _Unanswered(f"cannot connect: {error.os_error}", False) from error
+            raise Unanswered(f"cannot connect: {error.os_error}", False) from error
         except aiohttp.ClientError as error:
-            raise _Unanswered(f"lost its connection ({type(error).__name__})", True) from error
+            raise Unanswered(f"lost its connection ({type(error).__name__})", True) from error
         except (ValueError, RecursionError) as error:
-            raise _Unanswered("answered with what is no JSON", True, 200) from error
+            raise Unanswered("answered with what is no JSON", True, 200) from error
+
+
+class Tries:
+    """The tries of a request, of which `made` have failed. Who was `known` before and now accepts no connection has
+    `seconds` to come back. What fails otherwise is tried TRIES times."""
+
+    def __init__(self, seconds: float, known: bool) -> None:
+        self.made = 0
+        self._seconds, self._known, self._failed = seconds, known, 0
+        self._clock = asyncio.get_running_loop().time
+        self._away_since: float | None = None
+
+    async def another(self, error: Unanswered) -> bool:
+        """Whether the request may be tried again. It waits before."""
+        self.made += 1
+        if not error.passing:
+            return False
+        if error.sent or not self._known:
+            self._failed, self._away_since = self._failed + 1, None
+            if self._failed == TRIES:
+                return False
+        elif self._away_since is None:
+            self._away_since = self._clock()
+        elif self._clock() - self._away_since > self._seconds:
+            return False
+        await asyncio.sleep(min(_LONGEST_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** (self.made - 1)))
+        return True
 
 
 class HttpEpisode:
@@ -148,13 +176,14 @@ class HttpEpisode:
         never got it. Raises Failed and EpisodeLost."""
         key = f"{self._run}-{call.key}"
         step = {"episode": self._name, "key": key, "name": call.name, "arguments": dict(call.arguments)}
-        for tries in range(1, TRIES + 1):
+        tries = Tries(self._environment.seconds, self._environment.known)
+        while True:
             try:
                 return observation(await self._environment.once("POST", "/v1/step", step, key), "/v1/step")
-            except _Unanswered as error:
+            except Unanswered as error:
                 if error.status == _GONE:
                     raise self._lost() from error
-                if not error.passing or tries == TRIES:
+                if not await tries.another(error):
                     raise self._failed(call, error) from error
                 if error.sent:
                     try:
@@ -163,24 +192,21 @@ class HttpEpisode:
                         pass
                     except MayBeMade:
                         raise self._failed(call, error) from error
-            await self._environment.pause(tries)
-        raise AssertionError
 
     async def recall(self, call: ToolCall) -> str:
         """What the tool answered. Raises NotMade, EpisodeLost, and MayBeMade if the server cannot be asked."""
         path = f"/v1/steps/{quote(f'{self._run}-{call.key}', safe='')}"
-        for tries in range(1, TRIES + 1):
+        tries = Tries(self._environment.seconds, self._environment.known)
+        while True:
             try:
                 return observation(await self._environment.once("GET", path), path)
-            except _Unanswered as error:
+            except Unanswered as error:
                 if error.status == 404:
                     raise NotMade from error
                 if error.status == _GONE:
                     raise self._lost() from error
-                if not error.passing or tries == TRIES:
+                if not await tries.another(error):
                     raise MayBeMade from error
-            await self._environment.pause(tries)
-        raise AssertionError
 
     async def restore(self, call: ToolCall, observed: str) -> None:
         """Ask the server whether it still has the state that the call made. Raises Failed and EpisodeLost."""
@@ -197,24 +223,24 @@ class HttpEpisode:
         """What the episode earned. None if the environment does not say. Raises Failed and EpisodeLost."""
         path = f"/v1/episodes/{quote(self._name, safe='')}/result"
         answer = await self._environment.safely("GET", path)
-        found = answer.get("reward") if isinstance(answer, dict) else math.nan
-        if found is None:
+        if isinstance(answer, dict) and answer.get("reward") is None:
             return None
-        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        found = finite(answer["reward"]) if isinstance(answer, dict) else None
+        if found is None:
             raise Failed(f"GET {path} answers with no finite reward")
-        return float(found)
+        return found
 
     async def end(self) -> None:
         """Tell the server that it may forget the episode. If it can't be told, it must do so by itself."""
         try:
             await self._environment.once("DELETE", f"/v1/episodes/{quote(self._name, safe='')}")
-        except _Unanswered:
+        except Unanswered:
             return
 
     def _lost(self) -> EpisodeLost:
         return EpisodeLost(f"the environment does not know episode {self._name} any more")
 
-    def _failed(self, call: ToolCall, error: _Unanswered) -> Failed:
+    def _failed(self, call: ToolCall, error: Unanswered) -> Failed:
         return Failed(f"the environment {error}, when tool {call.name} was called ({call.key})")
 
 

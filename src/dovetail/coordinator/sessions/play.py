@@ -11,8 +11,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from dovetail.coordinator.data.text.chat_template import Message
 from dovetail.coordinator.sessions.answer_reader import AnswerReader, WrongCall
 from dovetail.coordinator.sessions.bridge import Bridge, Tools
-from dovetail.coordinator.sessions.effects import ToolCall, ToolEnvironment, observe
-from dovetail.coordinator.sessions.episode import Branch, Episode, ModelExchange, Sampled
+from dovetail.coordinator.sessions.effects import Failed, ToolCall, ToolEnvironment, observe
+from dovetail.coordinator.sessions.episode import Branch, Episode, ModelExchange, Sampled, StoredRequest
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.tool_calls import CallKey, ToolCalls
 
@@ -37,7 +37,20 @@ class AskedTurn(NamedTuple):
     most: int | None = None
 
 
-# Draws an answer. A resumed episode draws the same.
+class PromptTooLong(Failed):
+    """An episode begins with a prompt that is too long."""
+
+
+def check_opening(turn: AskedTurn, most: int) -> None:
+    """Raises PromptTooLong if the episode begins with more than `most` tokens."""
+    if not turn.before and (found := len(turn.exchange.prompt)) > most:
+        raise PromptTooLong(
+            f"the episode begins with {found} tokens, but spec.data.maxPromptTokens is {most}; raise it, because the "
+            "tools and all that is said before the model's first turn belong to the prompt"
+        )
+
+
+# Draws an answer. A resumed episode draws the same. It may raise PromptTooLong.
 Policy = Callable[[AskedTurn], Awaitable[SampledTurn]]
 
 
@@ -52,10 +65,12 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True)
 class Played:
-    """An episode that ended. `messages` has all messages, the last answer included. `reward` is the environment's, or
-    None if it gives none. `turns` and `calls` count what the model did. `why` says what was wrong with a wrong call."""
+    """An episode that ended. `requests` says what its turns were asked with (`Episode.requests`). `messages` has all
+    messages, the last answer included. `reward` is the environment's, or None if it gives none. `turns` and `calls`
+    count what the model did. `why` says what was wrong with a wrong call."""
 
     branches: list[Branch]
+    requests: list[StoredRequest]
     messages: list[Message]
     ending: Ending
     reward: float | None
@@ -90,9 +105,9 @@ class Environment(Protocol):
     async def open(self) -> None:
         """Get ready. It may be called again. Raises ValueError with one sentence for the user."""
 
-    async def begin(self, episode: str, record: Mapping[str, Any]) -> Begun:
-        """Begin an attempt at an episode, with the fields of its prompt's record. `episode` is the beginning of the
-        keys of its calls. Raises Failed."""
+    async def begin(self, episode: str, asked: Sequence[Message], fields: Mapping[str, Any]) -> Begun:
+        """Begin an attempt at an episode. Its prompt's record has the messages `asked`, with which the model begins,
+        and other `fields`. `episode` is the beginning of the keys of its calls. Raises Failed."""
 
     async def close(self) -> None:
         """End what was started."""
@@ -121,7 +136,7 @@ class Player:
         for turn in range(self.max_turns):
             exchange = episode.ask(messages, self.tools)
             drawn = await policy(AskedTurn(exchange, episode.before(exchange), turn))
-            message, why = read_turn(self.reader, turn, exchange, drawn)
+            message, why = read_turn(self.reader, turn, exchange, drawn.tokens)
             episode.answer(exchange, Sampled(drawn.tokens, drawn.logprobs, message, drawn.ended))
             messages = [*messages, message]
             if not drawn.ended or why or not message.get("tool_calls"):
@@ -134,13 +149,15 @@ class Player:
                 answer = {"role": "tool", "content": found, "name": made.name, "tool_call_id": call["id"]}
                 messages.append(answer)
         earned, calls = await environment.reward(), sum(m["role"] == "tool" for m in messages[begun:])
-        return Played(episode.branches(), messages, ending, earned, turn + 1, calls, why)
+        return Played(episode.branches(), episode.requests(), messages, ending, earned, turn + 1, calls, why)
 
 
-def read_turn(reader: AnswerReader, turn: int, exchange: ModelExchange, drawn: SampledTurn) -> tuple[Message, str]:
-    """The message of a turn, and what is wrong with it. A wrong message has no calls."""
+def read_turn(
+    reader: AnswerReader, turn: int, exchange: ModelExchange, tokens: Sequence[int], stops: Sequence[str] = ()
+) -> tuple[Message, str]:
+    """The message of a turn, before any of `stops`, and what is wrong with it. A wrong message has no calls."""
     try:
-        message = reader.read(exchange.prompt, drawn.tokens, exchange.tools)
+        message = reader.read(exchange.prompt, tokens, exchange.tools, stops)
     except WrongCall as error:
         return {"role": "assistant", "content": ""}, str(error)
     calls: list[Mapping[str, Any]] = message.get("tool_calls", [])

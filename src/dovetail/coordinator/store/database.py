@@ -112,6 +112,22 @@ CREATE TABLE IF NOT EXISTS episodes (
     learnt BLOB NOT NULL,            -- uint8, one for each token of the response (`protocol.wire.LEARNT`)
     discarded INTEGER NOT NULL,      -- 1: it is not trained
     PRIMARY KEY (iteration, prompt_index, sample_index)
+);
+-- What the turns of an episode that is trained were asked with, to play it again.
+CREATE TABLE IF NOT EXISTS turn_requests (
+    iteration INTEGER NOT NULL,
+    prompt_index INTEGER NOT NULL,
+    sample_index INTEGER NOT NULL,
+    requests BLOB NOT NULL,          -- compressed JSON (`sessions.episode.StoredRequest`)
+    PRIMARY KEY (iteration, prompt_index, sample_index)
+);
+-- What the model wrote in attempts at an episode that are not trained.
+CREATE TABLE IF NOT EXISTS lost_tokens (
+    iteration INTEGER NOT NULL,
+    prompt_index INTEGER NOT NULL,
+    sample_index INTEGER NOT NULL,
+    tokens INTEGER NOT NULL,
+    PRIMARY KEY (iteration, prompt_index, sample_index)
 )
 """
 

@@ -4,6 +4,7 @@ all that came before. When it has ended, the sample has the whole episode, and i
 from __future__ import annotations
 
 import json
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ class EndedEpisode:
     """How an episode ended. `prompt` (P,) and `response` (R,) are its token ids, `logprobs` (R,) float32 in nats, and
     `learnt` (R,) uint8 says what of the response is learnt (`protocol.wire.LEARNT`). `finished` says whether
     it ended by itself. `ending` says in a word or two why it ended, and `why` in a sentence what was wrong. `reward` is
-    the environment's, if it gave one. `turns` and `calls` count the model's turns and calls."""
+    the environment's, if it gave one. `turns` and `calls` count the model's turns and calls. `requests` says, as JSON,
+    what the turns were asked with (`sessions.episode.StoredRequest`)."""
 
     prompt: Sequence[int] | NDArray[np.int32]
     response: Sequence[int] | NDArray[np.int32]
@@ -41,6 +43,7 @@ class EndedEpisode:
     messages: Sequence[Mapping[str, Any]]
     turns: int
     calls: int
+    requests: Sequence[Mapping[str, Any]] = ()
 
 
 class BranchPlace(NamedTuple):
@@ -52,11 +55,22 @@ class BranchPlace(NamedTuple):
 
 
 class AskedEpisode(NamedTuple):
-    """The prompt that an ended episode was begun with, by its position and its token ids, and why the episode ended."""
+    """The prompt that an ended episode was begun with, by its position and its token ids, and why the episode ended.
+    The model wrote `kept` tokens in it, and `lost` ones in attempts that are not trained."""
 
     prompt: int
     tokens: NDArray[np.int32]
     ending: str
+    kept: int
+    lost: int
+
+
+class Transcript(NamedTuple):
+    """What is known of an episode: its messages, and the numbers of the model's turns and of answered calls."""
+
+    messages: Sequence[Mapping[str, Any]]
+    turns: int
+    calls: int
 
 
 @dataclass(frozen=True)
@@ -148,7 +162,7 @@ class EpisodeTable:
         """Give an episode up, and begin another attempt at it."""
         with self._db.transaction() as db:
             db.execute(f"UPDATE samples SET attempt=attempt+1 WHERE {WHERE}", key)
-            self._forget_turns(key)
+            self._lose_turns(key)
 
     def end(self, key: Key, found: EndedEpisode) -> None:
         """Store an episode as its sample, which is then generated. Its turns are deleted. Raises StoreError if these
@@ -156,10 +170,11 @@ class EpisodeTable:
         reason = "stop" if found.finished else "length"
         self._end(key, State.GENERATED, reason, found)
 
-    def discard(self, key: Key, ending: str, why: str) -> None:
+    def discard(self, key: Key, ending: str, why: str, transcript: Transcript) -> None:
         """Store that the episode of a sample is not trained. The sample then counts as scored, without a token."""
         none = np.zeros(0, np.uint8)
-        self._end(key, State.SCORED, DISCARDED, EndedEpisode([], [], [], none, False, ending, why, None, [], 0, 0))
+        found = EndedEpisode([], [], [], none, False, ending, why, None, *transcript)
+        self._end(key, State.SCORED, DISCARDED, found)
 
     def _end(self, key: Key, state: State, reason: str, found: EndedEpisode) -> None:
         empty = b"" if state is State.SCORED else None
@@ -215,6 +230,11 @@ class EpisodeTable:
                     reason == DISCARDED,
                 ),
             )
+            if reason == DISCARDED:
+                self._lose_turns(key)
+                return
+            requests = json.dumps(list(found.requests), ensure_ascii=False).encode()
+            db.execute("INSERT INTO turn_requests VALUES (?,?,?,?)", (*key, zlib.compress(requests, 1)))
             self._forget_turns(key)
 
     def of(self, iteration: int) -> dict[Key, StoredEpisode]:
@@ -231,10 +251,15 @@ class EpisodeTable:
         """The ended episodes of an iteration, in order of (prompt, sample)."""
         with self._db.reading() as db:
             rows = db.execute(
-                "SELECT prompt_index, asked, ending FROM episodes WHERE iteration=? ORDER BY 1, sample_index",
+                "SELECT prompt_index, asked, ending, learnt, COALESCE(tokens, 0) FROM episodes"
+                " LEFT JOIN lost_tokens USING (iteration, prompt_index, sample_index)"
+                " WHERE iteration=? ORDER BY 1, sample_index",
                 (iteration,),
             ).fetchall()
-        return [AskedEpisode(prompt, np.frombuffer(asked, "<i4"), ending) for prompt, asked, ending in rows]
+        return [
+            AskedEpisode(prompt, np.frombuffer(asked, "<i4"), ending, learnt.count(LEARNT), lost)
+            for prompt, asked, ending, learnt, lost in rows
+        ]
 
     def get(self, key: Key) -> StoredEpisode | None:
         """The episode of a sample. None if it has not ended."""
@@ -244,6 +269,15 @@ class EpisodeTable:
                 key,
             ).fetchone()
         return None if row is None else self._stored(row)
+
+    def requests(self, key: Key) -> list[dict[str, Any]]:
+        """`EndedEpisode.requests` of an episode. [] if it has not ended or was discarded, and in a store of an earlier
+        release."""
+        with self._db.reading() as db:
+            if db.execute("SELECT 1 FROM sqlite_master WHERE name='turn_requests'").fetchone() is None:
+                return []
+            row = db.execute(f"SELECT requests FROM turn_requests WHERE {WHERE}", key).fetchone()
+        return [] if row is None else list(json.loads(zlib.decompress(row[0])))
 
     @staticmethod
     def _stored(row: tuple[Any, ...]) -> StoredEpisode:
@@ -255,6 +289,16 @@ class EpisodeTable:
     def _turns_of(key: Key) -> tuple[int, int, int, int]:
         last = -1 - MOST_TURNS * key.sample
         return key.iteration, key.prompt, last - MOST_TURNS + 1, last
+
+    def _lose_turns(self, key: Key) -> None:
+        with self._db.transaction() as db:
+            db.execute(
+                "INSERT INTO lost_tokens SELECT ?, ?, ?, COALESCE(SUM(kept), 0) FROM samples WHERE iteration=? AND"
+                " prompt_index=? AND sample_index BETWEEN ? AND ?"
+                " ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens",
+                (*key, *self._turns_of(key)),
+            )
+            self._forget_turns(key)
 
     def _forget_turns(self, key: Key) -> None:
         with self._db.transaction() as db:

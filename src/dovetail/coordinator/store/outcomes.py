@@ -57,7 +57,7 @@ class FatePart:
 class BatchOutcome(NamedTuple):
     """What becomes of a batch. `parts` has all its samples. `counts` is {} unless these are episodes. It has the
     `branches` that are trained, the `calls` of tools, also those of discarded episodes, and those of them that are
-    `unanswered`."""
+    `unanswered`. The model wrote `kept_tokens` in the episodes, and `lost_tokens` in attempts that are not trained."""
 
     parts: Sequence[FatePart]
     counts: Mapping[str, int]

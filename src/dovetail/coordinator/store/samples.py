@@ -24,7 +24,7 @@ from dovetail.coordinator.store.database import Database, StoreError
 
 # SQLite reads this limit as no limit.
 ALL = -1
-_TABLES = ("chunks", "samples", "rewards", "steps", "experts", "tool_calls", "episodes")
+_TABLES = ("chunks", "samples", "rewards", "steps", "experts", "tool_calls", "episodes", "turn_requests", "lost_tokens")
 WHERE = "iteration=? AND prompt_index=? AND sample_index=?"
 # The samples of an iteration. Those below 0 are turns of episodes that are being played (`store.episodes`).
 _OF = "iteration=? AND sample_index>=0"

@@ -122,7 +122,8 @@ class Store(KeyValues):
             return BatchOutcome(parts, {})
         branches = sum(len(part.rows) for part in parts if part.outcome is Fate.TRAINED)
         branches += int((arrays["learnt"] == BRANCH).sum())
-        return BatchOutcome(parts, {"branches": branches} | self.tool_calls.counts(iteration))
+        tokens = {"kept_tokens": sum(e.kept for e in episodes), "lost_tokens": sum(e.lost for e in episodes)}
+        return BatchOutcome(parts, {"branches": branches} | tokens | self.tool_calls.counts(iteration))
 
     def put_trained(self, iteration: int, outcome: BatchOutcome, values: Mapping[str, object]) -> None:
         """Record what an iteration trains, and `put_all`, in one transaction."""

@@ -27,7 +27,8 @@ FILE_BYTES = 1 << 30
 _KILLED_FIRST = 1000
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SETTINGS = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "passwd", "group", "ssl")
-_ISOLATED = ("--unshare-all", "--disable-userns")
+# bubblewrap 0.8 takes --unshare-all for a wish as to users, and --disable-userns insists.
+_ISOLATED = ("--unshare-user", "--unshare-all", "--disable-userns")
 _ISOLATED_BY_ROOT = (
     *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--cap-drop", "ALL"),
     *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"),

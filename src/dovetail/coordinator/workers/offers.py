@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 
@@ -42,7 +42,6 @@ async def push_offer(
     receivers: Sequence[tuple[Receiver, str]],
     epoch_is_new: bool,
     *,
-    pause_mode: Literal["abort", "wait", "keep"] = "abort",
     on_error: Callable[[str, str], None] = lambda name, error: None,
 ) -> dict[str, str | None]:
     """Let all receivers (with their base URLs) take `offer` at the same time. `session` sends the job's token.
@@ -50,9 +49,8 @@ async def push_offer(
     The result has one entry for each name. It is None if the receiver holds the whole version, and otherwise the error.
     A rollout that fails before its weights were changed continues with the old ones. A rollout that fails later stays
     paused, and refuses to generate until a later offer succeeds. A rollout that does not fail also refuses to generate,
-    until it has passed the probe (`dovetail.coordinator.workers.publishing`). `pause_mode` says what happens to running
-    requests (vLLM's /pause). `on_error(name, what)` is called as soon as a receiver fails, while others may still wait
-    for it."""
+    until it has passed the probe (`dovetail.coordinator.workers.publishing`). Running requests are aborted.
+    `on_error(name, what)` is called as soon as a receiver fails, while others may still wait for it."""
     everyone = [receiver for receiver, _ in receivers]
 
     async def one(receiver: Receiver, url: str) -> str | None:
@@ -64,7 +62,7 @@ async def push_offer(
             if receiver.kind == "scorer":
                 await post(session, f"{base}/v1/weights", offer.deadline_seconds + GRACE_SECONDS, _json(receive))
             else:
-                await _update_rollout(session, base, receive, epoch_is_new, pause_mode)
+                await _update_rollout(session, base, receive, epoch_is_new)
         except (ReceiverError, ValueError) as error:
             on_error(receiver.name, str(error))
             return str(error)
@@ -74,12 +72,10 @@ async def push_offer(
     return {receiver.name: outcome for (receiver, _), outcome in zip(receivers, outcomes, strict=True)}
 
 
-async def _update_rollout(
-    session: aiohttp.ClientSession, base: str, receive: Receive, epoch_is_new: bool, pause_mode: str
-) -> None:
+async def _update_rollout(session: aiohttp.ClientSession, base: str, receive: Receive, epoch_is_new: bool) -> None:
     long = receive.offer.deadline_seconds + GRACE_SECONDS
     body = {"receive": _json(receive)}
-    await post(session, f"{base}/pause?mode={pause_mode}", long)
+    await post(session, f"{base}/pause?mode=abort", long)
     try:
         if epoch_is_new:
             await post(session, f"{base}/init_weight_transfer_engine", long, {"init_info": body})

@@ -13,7 +13,7 @@ from dovetail.manifest.checks.model_contents import folder_problems, model_confi
 from dovetail.manifest.checks.scratch import SIZES, cpu_head_error, is_count
 from dovetail.manifest.fixed_names import DATA_ENDINGS, data_files
 from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.manifest.model_families.support import replay_error, target_problem
+from dovetail.manifest.model_families.support import replay_error, served_problem, target_problem
 from dovetail.manifest.sizes import TRAINED, draws_on_cpus, owner
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, Stage
 
@@ -202,7 +202,8 @@ def _heads(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
 
 
 def _served(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
-    """Fields that vLLM's class needs and the actor's configuration does not have."""
+    """Fields that vLLM's class needs and the actor's configuration does not have, and arguments that do not go with
+    the model."""
     source = spec.models.actor.source
     config = _config(source, base)
     family = MODEL_FAMILIES.get(str(config.get("model_type")))
@@ -214,6 +215,9 @@ def _served(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
             f"spec.models.actor.source.{field}: vLLM needs {' and '.join(lacking)} in the config.json of {family.name} "
             "models; set what the published models have."
         )
+    for i, group in enumerate(spec.groups):
+        if (problem := served_problem(config, group.vllm_args)) is not None:
+            yield f"spec.groups[{i}].vllmArgs: {problem}."
 
 
 def _experts(spec: RLHFJobSpec, base: Path) -> Iterator[str]:

@@ -20,10 +20,10 @@ from dovetail.manifest.job_class import CLASS_KIND, RLHFJobClassSpec
 from dovetail.manifest.merge import DIRECTIVE
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.type_descriptions import model_in
-from dovetail.manifest.types import KIND, RLHFJobSpec
+from dovetail.manifest.types import API_VERSIONS, KIND, STORED_API_VERSION, RLHFJobSpec
 
-GROUP, VERSION, PLURAL = "dovetail.dev", "v1alpha1", "rlhfjobs"
-CLASS_PLURAL = "rlhfjobclasses"
+GROUP, STORED_VERSION = STORED_API_VERSION.split("/")
+PLURAL, CLASS_PLURAL = "rlhfjobs", "rlhfjobclasses"
 
 # These bound what the types leave open, so that the cost of CEL rules is bounded.
 MAX_STRING, MAX_ITEMS, MAX_PROPERTIES = 1024, 64, 256
@@ -110,8 +110,16 @@ def _definition(scope: str, names: Schema, more: Schema, root: Schema) -> Schema
             "group": GROUP,
             "scope": scope,
             "names": {**names, "listKind": f"{kind}List", "singular": kind.lower()},
+            # All have one schema, so the API server converts an object by its apiVersion alone.
             "versions": [
-                {"name": VERSION, "served": True, "storage": True, **more, "schema": {"openAPIV3Schema": root}}
+                {
+                    "name": each.removeprefix(f"{GROUP}/"),
+                    "served": True,
+                    "storage": each == STORED_API_VERSION,
+                    **more,
+                    "schema": {"openAPIV3Schema": root},
+                }
+                for each in reversed(API_VERSIONS)
             ],
         },
     }

@@ -124,6 +124,8 @@ class ModelFamily:
     `vectors` are the parameters of a layer with linear attention that are no linear layers, with their sizes. Those of
     one dimension begin as 1 in models from scratch.
 
+    `single` are the parameters of a layer that are one number, with the numbers of models from scratch.
+
     `packs` says that layers know where packed sequences begin. Other layers get each sequence as a row.
 
     `kept` says how many numbers autograd keeps of one layer for one token, which the planner needs. Each width of
@@ -165,6 +167,7 @@ class ModelFamily:
     bounded_scores: bool = False
     experts: Experts | None = None
     vectors: Mapping[str, Width] = field(default_factory=dict)
+    single: Mapping[str, float] = field(default_factory=dict)
     packs: bool = True
     kept: Mapping[str, tuple[int, int]] = field(default_factory=lambda: LLAMA_KEPT)
     kept_dense: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -245,7 +248,8 @@ class ModelFamily:
             return frozenset(i for i, kind in enumerate(kinds) if kind == "dense")
         if isinstance(each := config.get("moe_layer_freq"), list):
             return frozenset(i for i, sparse in enumerate(each) if not sparse)
-        return frozenset(range(min(told("num_hidden_layers"), told("first_k_dense_replace", "num_dense_layers"))))
+        first = told("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+        return frozenset(range(min(told("num_hidden_layers"), first)))
 
     def names(self, split: Literal["out", "in"]) -> tuple[str, ...]:
         """The names of the linear layers of which tensor-parallel ranks share that side."""

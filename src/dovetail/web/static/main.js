@@ -37,10 +37,10 @@ function header() {
 }
 
 function login() {
-  const namespace = h("input", {id: "namespace", value: from.namespace, autocomplete: "off", size: 14});
+  const namespace = h("input", {id: "namespace", value: from.namespace, autocomplete: "off", size: 14, placeholder: "all namespaces"});
   const token = h("input", {id: "token", type: "password", autocomplete: "off", placeholder: "kubectl create token …", size: 14});
   const show = () => {
-    from.namespace = namespace.value.trim() || "default";
+    from.namespace = namespace.value.trim();
     if (token.value) from.token = token.value.trim();
     token.value = "";
     if (location.hash === "#/") route(); else location.hash = "#/";

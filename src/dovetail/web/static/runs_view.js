@@ -19,7 +19,7 @@ export function stageOf(run) {
 export async function runsView({source, about, root, signal, say}) {
   const chosen = new Set();
   const box = h("div"), compare = h("a", {href: "#/", role: "button", hidden: true}, "");
-  root.replaceChildren(h("div", {class: "bar"}, h("h2", {}, source.kind === "cluster" ? `Jobs in namespace ${source.namespace}` : "Runs"), compare), box);
+  root.replaceChildren(h("div", {class: "bar"}, h("h2", {}, source.kind === "cluster" ? `Jobs in ${source.place}` : "Runs"), compare), box);
   const count = () => {
     compare.hidden = chosen.size < 2;
     compare.textContent = `Compare ${chosen.size} runs`;
@@ -32,7 +32,7 @@ export async function runsView({source, about, root, signal, say}) {
   async function refresh() {
     const runs = await source.list(signal);
     if (!runs.length) {
-      box.replaceChildren(h("p", {class: "mute"}, source.kind === "cluster" ? `No RLHFJobs in namespace ${source.namespace}.` : "No runs here yet. A run appears as soon as dovetail run has begun it."));
+      box.replaceChildren(h("p", {class: "mute"}, source.kind === "cluster" ? `No RLHFJobs in ${source.place}.` : "No runs here yet. A run appears as soon as dovetail run has begun it."));
       return;
     }
     runs.sort((a, b) => (b.began || 0) - (a.began || 0));

@@ -118,7 +118,9 @@ const ROWS = 10_000;
 
 export class ClusterSource extends Source {
   kind = "cluster";
-  get namespace() { return sessionStorage.getItem("namespace") || "default"; }
+  // "" is all namespaces.
+  get namespace() { return sessionStorage.getItem("namespace") ?? "default"; }
+  get place() { return this.namespace ? `namespace ${this.namespace}` : "all namespaces"; }
   set namespace(name) { sessionStorage.setItem("namespace", name); }
   get token() { return sessionStorage.getItem("token") || ""; }
   set token(token) { sessionStorage.setItem("token", token); }
@@ -132,9 +134,10 @@ export class ClusterSource extends Source {
 
   async list(signal) {
     const found = [];
+    const path = this.namespace ? `api/v1/namespaces/${encodeURIComponent(this.namespace)}/rlhfjobs` : "api/v1/rlhfjobs";
     for (let rest = ""; rest !== null;) {
       const query = `limit=500${rest ? `&continue=${encodeURIComponent(rest)}` : ""}`;
-      const page = await (await ask(`api/v1/namespaces/${encodeURIComponent(this.namespace)}/rlhfjobs?${query}`, this.#options(signal))).json();
+      const page = await (await ask(`${path}?${query}`, this.#options(signal))).json();
       found.push(...page.items);
       rest = page.continue || null;
     }

@@ -242,12 +242,12 @@ class Engine(EngineState):
             return pipe.results
         return self._share_results(held, pipe.results)
 
-    def optimizer_step(self, model: str, defer: bool = False) -> dict[str, float]:
+    def optimizer_step(self, model: str) -> dict[str, float]:
         """Clip the gradient by its global norm, apply a step, and drop the gradient.
 
-        The norm is over all stages and shards, and tied weights count once. With `defer` the next operation applies the
-        step, as in `run`. Returns `grad_norm` (before clipping) and `learning_rate`, the same on every rank. If the
-        norm is not finite, raises `FloatingPointError` on every rank and leaves the weights as they are."""
+        The norm is over all stages and shards, and tied weights count once. Returns `grad_norm` (before clipping) and
+        `learning_rate`, the same on every rank. If the norm is not finite, raises `FloatingPointError` on every rank
+        and leaves the weights as they are."""
         if model in self._begun:
             self.settle()
         applied: dict[str, float] = {}
@@ -255,8 +255,7 @@ class Engine(EngineState):
         if (held := self.models.get(model)) is not None:
             try:
                 applied = self._decide(held, Reduction(held, self.groups.device))
-                if not defer:
-                    self._begun.pop(model).finish()
+                self._begun.pop(model).finish()
             except FloatingPointError as problem:
                 error = str(problem)
         if self.groups.models_on_own_ranks:

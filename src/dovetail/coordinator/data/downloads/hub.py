@@ -211,39 +211,43 @@ class Hub:
 
     def _run(self, request: Request, deadline: float, names: list[str], model: _Model | None) -> dict[str, Any] | None:
         """The answer of one attempt. It is None if the deadline has passed."""
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", hub_client.__name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
-        )
-        assert process.stdin is not None
+        # Nobody reads while the process works, and a pipe takes 64 KiB. The list of a repository's files may be longer,
+        # and the disk may be full.
+        with open(os.memfd_create("said"), "w+") as said, open(os.memfd_create("complaints"), "w+") as complaints:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", hub_client.__name__],
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=complaints,
+                text=True,
+                env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+            )
+            assert process.stdin is not None
+            try:
+                process.stdin.write(request.line())
+                process.stdin.flush()
+                while self._clock() < deadline:
+                    try:
+                        # Its standard input stays open. It closes when this process ends, and then the download
+                        # ends too.
+                        process.wait(0.2)
+                        break
+                    except subprocess.TimeoutExpired:
+                        if model is not None:
+                            self._note(f"downloading {request.repository}: {self._progress(names, model)}")
+                else:
+                    return None
+            finally:
+                process.kill()
+                process.wait()
+                process.stdin.close()
+            said.seek(0)
+            complaints.seek(0)
+            lines, told = said.read().splitlines(), complaints.read()
         try:
-            process.stdin.write(request.line())
-            process.stdin.flush()
-            while self._clock() < deadline:
-                try:
-                    # Its standard input stays open. It closes when this process ends, and the download then ends too.
-                    process.wait(0.2)
-                    break
-                except subprocess.TimeoutExpired:
-                    if model is not None:
-                        self._note(f"downloading {request.repository}: {self._progress(names, model)}")
-            else:
-                return None
-            said, complaints = process.communicate()
-        finally:
-            process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout, process.stderr):
-                if stream is not None:
-                    stream.close()
-        try:
-            answer = json.loads(said.splitlines()[-1])
+            answer = json.loads(lines[-1])
         except (IndexError, ValueError):
-            last = last_said(complaints, f"exit code {process.returncode}")
+            last = last_said(told, f"exit code {process.returncode}")
             return {"error": "transient", "message": last[:300], "endpoint": "the hub"}
         return dict(answer)
 

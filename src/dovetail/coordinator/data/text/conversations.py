@@ -110,7 +110,7 @@ def _calls(text: str, role: str, place: str) -> list[Any]:
     arguments."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
@@ -128,7 +128,7 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             found = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if isinstance(found, dict):
             return {**call, "arguments": found}
@@ -143,7 +143,7 @@ def tools_of(row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
     if isinstance(given, str):
         try:
             given = json.loads(given) if given.strip() else None
-        except ValueError:
+        except (ValueError, RecursionError):
             given = False
     if given is None:
         return []

@@ -294,6 +294,7 @@ def _session(holds: str, sentence: str) -> Rule:
 SESSION_RULES = (
     *one_of(("spec.sessions",), "environment", "agent"),
     *one_of(("spec.sessions.environment",), "function", "url"),
+    *one_of(("spec.sessions.agent",), "command", "url"),
     Rule(
         ("spec.sessions",),
         "!has(self.agent) || self.effects == 'Auto'",
