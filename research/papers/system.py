@@ -4,6 +4,7 @@ otherwise."""
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -90,10 +91,10 @@ class SystemCosts(GPUCosts):
         if self._system.balanced or dp == 1:
             return longest
         mini = min(work.mini_batch, work.batch)
-        tokens = quantiles(work.response, mini) + work.prompt.mean
-        average = float(tokens.mean())
+        tokens = [length + work.prompt.mean for length in quantiles(work.response, mini)]
+        average = statistics.fmean(tokens)
         most = (expected_longest(work.response, mini) + work.prompt.mean) / average
-        spread = float(tokens.std()) / average
+        spread = statistics.pstdev(tokens) / average
         each = max(1.0, mini / dp)
         return min(max(longest, 1 + spread * math.sqrt(2 * math.log(dp) / each)), max(1.0, most))
 

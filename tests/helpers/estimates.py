@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dovetail.fusion.lengths import Ints
+from collections.abc import Sequence
+
 from dovetail.planner.candidate import Candidate
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.seconds import Estimate, GPUCosts
@@ -15,5 +16,7 @@ def estimate(candidate: Candidate, work: Workload, inventory: Inventory) -> Esti
     return GPUCosts(work, inventory).estimate(candidate)
 
 
-def simulate(candidate: Candidate, work: Workload, inventory: Inventory, prompts: Ints, lengths: Ints) -> Simulated:
+def simulate(
+    candidate: Candidate, work: Workload, inventory: Inventory, prompts: Sequence[int], lengths: Sequence[int]
+) -> Simulated:
     return played(candidate, GPUCosts(work, inventory), prompts, lengths)

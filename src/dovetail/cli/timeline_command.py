@@ -27,8 +27,8 @@ def played(chosen: Chosen) -> Simulated:
     work = chosen.costs.work
     prompts, responses = work.prompt.quantiles(work.batch), work.response.quantiles(work.batch)
     # Long and short samples are mixed in the same order every time.
-    order = sorted(range(work.batch), key=lambda i: i * 0.6180339887 % 1)
-    return simulate(chosen.candidate, chosen.costs, prompts, responses[order])
+    mixed = [responses[i] for i in sorted(range(work.batch), key=lambda i: i * 0.6180339887 % 1)]
+    return simulate(chosen.candidate, chosen.costs, prompts, mixed)
 
 
 def timeline_page(name: str, chosen: Chosen) -> bytes:

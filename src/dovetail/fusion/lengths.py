@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import NormalDist
+from random import Random
+from statistics import NormalDist, fmean
 
-import numpy as np
-import numpy.typing as npt
-
-Ints = npt.NDArray[np.int64]
 # RLHFuse figure 2: the 99.9th percentile is about ten times the median, for models of every size. The limit on tokens
 # is assumed to be there.
 TAIL_RATIO = 10.0
@@ -36,20 +34,25 @@ class Lengths:
         """A distribution whose 99.9th percentile is `longest`, ten times the median (RLHFuse figure 2)."""
         return cls(longest / TAIL_RATIO, math.log(TAIL_RATIO) / NormalDist().inv_cdf(TAIL_QUANTILE), longest)
 
-    def quantiles(self, count: int) -> Ints:
-        """The middles of `count` equally likely parts of the distribution, (count,) int64, the shortest first. They
-        replace a random sample."""
-        z = [NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
-        return self._cut(self.median * np.exp(self.sigma * np.array(z)))
+    def quantiles(self, count: int) -> tuple[int, ...]:
+        """The middles of `count` equally likely parts of the distribution, the shortest first. They replace a random
+        sample."""
+        normal = NormalDist()
+        return self.at(normal.inv_cdf((i + 0.5) / count) for i in range(count))
 
-    def draw(self, count: int, rng: np.random.Generator) -> Ints:
-        """A random sample of (count,) int64 lengths."""
-        return self._cut(self.median * np.exp(self.sigma * rng.standard_normal(count)))
+    def draw(self, count: int, rng: Random) -> tuple[int, ...]:
+        """A random sample of `count` lengths."""
+        return self.at(rng.gauss(0.0, 1.0) for _ in range(count))
+
+    def at(self, deviates: Iterable[float]) -> tuple[int, ...]:
+        """The lengths at these deviates of the standard normal distribution."""
+        return tuple(round(self.exact(deviate)) for deviate in deviates)
+
+    def exact(self, deviate: float) -> float:
+        """The length at a deviate, before it is rounded."""
+        return min(max(1.0, self.median * math.exp(self.sigma * deviate)), float(self.longest))
 
     @cached_property
     def mean(self) -> float:
         """The mean length, in tokens, of 256 quantiles."""
-        return float(self.quantiles(256).mean())
-
-    def _cut(self, tokens: npt.NDArray[np.float64]) -> Ints:
-        return np.clip(np.rint(tokens), 1, self.longest).astype(np.int64)
+        return fmean(self.quantiles(256))

@@ -7,9 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Self
 
-import numpy as np
+from dovetail.fusion.curve import interpolate
 
 # A decode step that takes more than this times the step of one sample is not "almost constant" (RLHFuse section 4.2).
 SATURATED = 1.1
@@ -86,17 +87,17 @@ class StageProfile:
     @cached_property
     def steps(self) -> tuple[float, ...]:
         """The seconds of a step by batch size, from 0 (equal to 1) to `max_samples`. They never fall."""
-        batches = np.array([b for b, _ in self.decode], float)
+        batches = [b for b, _ in self.decode]
         # Measured points are noisy; a larger batch is not faster.
-        seconds = np.maximum.accumulate([s for _, s in self.decode])
-        sizes = np.arange(self.max_samples + 1, dtype=float)
-        table = np.interp(sizes, batches, seconds)
+        seconds = list(accumulate((s for _, s in self.decode), max))
         if len(batches) > 1:
             slope = (seconds[-1] - seconds[-2]) / (batches[-1] - batches[-2])
         else:
             slope = seconds[-1] / batches[-1]
-        table += slope * np.maximum(0.0, sizes - batches[-1])
-        return tuple(table.tolist())
+        return tuple(
+            interpolate(size, batches, seconds) + slope * max(0, size - batches[-1])
+            for size in range(self.max_samples + 1)
+        )
 
     @cached_property
     def bs_max(self) -> int:

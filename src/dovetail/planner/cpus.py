@@ -3,13 +3,14 @@ the fewest of them, and the memory of pods on CPUs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from typing import Literal
+from itertools import accumulate, groupby, pairwise
+from operator import mul
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
+from dovetail.fusion.curve import interpolate
 from dovetail.fusion.decode import Decode
 from dovetail.fusion.lengths import Lengths
 from dovetail.fusion.profile import StageProfile
@@ -35,6 +36,9 @@ from dovetail.planner.seconds import StepTimes, together
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS, SCORER_CPU_TOKENS, SCORER_LOGIT_BYTES, SCORER_TOKENS
 from dovetail.protocol.files.machine_profile import Machine
 from dovetail.protocol.prediction import MEASURED_NAMES, Alternative, PodMemory, PredictedTask, Prediction
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _TINY = 1e-9
 # The fraction of the time for filling a pipeline that a fused schedule does not hide.
@@ -138,19 +142,24 @@ def stage_times(work: IterationWork, machine: Machine, fusion: float | None) -> 
     passes = score(scorers, coming, free)
     spans = [(0.0, idle, costs.cores) for idle in decode.idle_at]
     spans += [(each.start, each.end, machine.scoring.cores) for each in passes]
-    edges = np.unique([edge for start, end, _ in spans for edge in (start, end)])
-    starts, ends = (np.searchsorted(edges, [span[side] for span in spans]) for side in (0, 1))
-    processes, wanted = np.zeros(len(edges)), np.zeros(len(edges))
-    for each, amount in ((processes, [1.0] * len(spans)), (wanted, [span[2] for span in spans])):
-        np.add.at(each, starts, amount)
-        np.subtract.at(each, ends, amount)
-    processes, wanted = np.cumsum(processes)[:-1], np.cumsum(wanted)[:-1]
-    taken = np.diff(edges) * np.maximum(1.0, wanted / machine.cores)
-    clock = costs.begin + np.concatenate(([0.0], np.cumsum(taken)))
-    generated, end = float(np.interp(generated, edges, clock)), float(clock[-1])
+    changes: dict[float, tuple[int, float]] = {}  # of the processes that work and of the cores that they want
+    for start, end, cores in spans:
+        for edge, sign in ((start, 1), (end, -1)):
+            count, wanted = changes.get(edge, (0, 0.0))
+            changes[edge] = count + sign, wanted + sign * cores
+    edges = sorted(changes)
+    processes = list(accumulate(changes[edge][0] for edge in edges))[:-1]
+    cores_wanted = list(accumulate(changes[edge][1] for edge in edges))[:-1]
+    taken = [
+        (there - here) * slowdown(wanted, machine.cores)
+        for (here, there), wanted in zip(pairwise(edges), cores_wanted, strict=True)
+    ]
+    clock = list(accumulate(taken, initial=costs.begin))
+    generated, end = interpolate(generated, edges, clock), clock[-1]
     waited = machine.scoring.begin if fusion is None or end > generated else 0.0
-    working = float(taken @ processes) / work.rollouts
-    return CpuStageTimes(work, generated, end + waited, working, float(taken @ np.minimum(wanted, machine.cores)))
+    working = math.fsum(map(mul, taken, processes)) / work.rollouts
+    busy = math.fsum(each * min(wanted, machine.cores) for each, wanted in zip(taken, cores_wanted, strict=True))
+    return CpuStageTimes(work, generated, end + waited, working, busy)
 
 
 def _seconds_of(machine: Machine, models: Sequence[str]) -> Callable[[Together], tuple[float, float]]:
@@ -318,6 +327,8 @@ def predict_iteration(
     spec: RLHFJobSpec, machine: Machine, models: Sequence[str], layout: Parallelism, placement: PlacementName
 ) -> PredictedIteration:
     """The mean iteration over DRAWS random draws of the lengths. The trained `models` all have `layout`."""
+    import numpy as np  # not where only GPUs are planned, as in a browser
+
     pinned = spec.model_copy(update={"plan": spec.plan.model_copy(update={"placement": placement})})
     rng = np.random.default_rng(spec.seed)
     works = [work_of(pinned, models, layout, *_lengths(spec, machine, rng)) for _ in range(DRAWS)]
@@ -349,13 +360,10 @@ def _lengths(spec: RLHFJobSpec, machine: Machine, rng: np.random.Generator) -> t
     tail if that was not measured."""
     count, longest = spec.ppo.global_batch_size, spec.generation.max_tokens
     prompts = (min(round(machine.prompt_tokens), spec.data.max_prompt_tokens),) * count
-    if machine.responses is not None:
-        drawn = Lengths(*machine.responses, longest).draw(count, rng)
-    elif machine.end_rate is not None:
-        drawn = np.minimum(rng.geometric(machine.end_rate, count), longest)
-    else:
-        drawn = Lengths.long_tailed(longest).draw(count, rng)
-    return prompts, tuple(int(n) for n in drawn)
+    if machine.responses is None and machine.end_rate is not None:
+        return prompts, tuple(min(int(n), longest) for n in rng.geometric(machine.end_rate, count))
+    lengths = Lengths.long_tailed(longest) if machine.responses is None else Lengths(*machine.responses, longest)
+    return prompts, lengths.at(rng.standard_normal(count).tolist())
 
 
 def work_of(

@@ -11,9 +11,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dovetail.planner.candidate import Candidate
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.memory import GPUMemory
@@ -42,23 +39,25 @@ def working(pool: Pool) -> float:
     return max(0.0, useful - LOST_SECONDS) / (pool.life + pool.absence)
 
 
-def capacities(parts: Iterable[tuple[float, int, float]]) -> NDArray[np.float64]:
-    """The distribution of a fleet's capacity, (about GRID + 1,) float64. Entry i is the probability that i of all steps
-    work. The numbers of working nodes are binomial, and the pools are independent.
+def capacities(parts: Iterable[tuple[float, int, float]]) -> list[float]:
+    """The distribution of a fleet's capacity. Entry i of about GRID + 1 is the probability that i of all steps work.
+    The numbers of working nodes are binomial, and the pools are independent.
 
     `parts`: for each pool its fraction of the fleet, its number of nodes, and the probability that a node works."""
-    found: NDArray[np.float64] = np.ones(1)
+    found = [1.0]
     for share, nodes, chance in parts:
-        mine = np.zeros(round(GRID * share) + 1)
-        logs = np.log([chance, 1 - chance]) if 0 < chance < 1 else None
+        steps = round(GRID * share)
+        both = [0.0] * (len(found) + steps)
+        logs = (math.log(chance), math.log(1 - chance)) if 0 < chance < 1 else None
         for k in range(nodes + 1):
             if logs is None:
                 likely = float(k == (nodes if chance >= 1 else 0))
             else:
                 ways = math.lgamma(nodes + 1) - math.lgamma(k + 1) - math.lgamma(nodes - k + 1)
                 likely = math.exp(ways + k * logs[0] + (nodes - k) * logs[1])
-            mine[round((len(mine) - 1) * k / nodes)] += likely
-        found = np.asarray(np.convolve(found, mine), np.float64)
+            for at, other in enumerate(found, round(steps * k / nodes)):
+                both[at] += other * likely
+        found = both
     return found
 
 
@@ -118,8 +117,8 @@ def _slowed(phases: Mapping[str, float], rollouts: Sequence[Use], inventory: Inv
     parts = [(use.gpus / total, _nodes(use, inventory), working(inventory[use.pool])) for use in rollouts]
     drawing = phases.get("generation", 0.0) + phases.get("inference", 0.0)
     rest, chances = sum(phases.values()) - drawing, capacities(parts)
-    there = np.arange(1, len(chances)) / (len(chances) - 1)
-    rate = float(chances[1:] @ (1 / (rest + drawing / there)))  # without any rollout the rate is 0
+    whole = len(chances) - 1  # without any rollout the rate is 0
+    rate = math.fsum(chances[there] / (rest + drawing * whole / there) for there in range(1, whole + 1))
     return 1 / rate if rate else float("inf")
 
 

@@ -45,7 +45,7 @@ from dovetail.planner.search import (
     tensor_degrees,
 )
 from dovetail.planner.seconds import Estimate, GPUCosts
-from dovetail.planner.simulated_iteration import drawn_on_gpus
+from dovetail.planner.simulated_rollout import drawn_on_gpus
 from dovetail.protocol.plan import Layout, divisions
 from dovetail.protocol.prediction import (
     Alternative,

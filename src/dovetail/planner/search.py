@@ -12,10 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, product
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Literal
 
 from dovetail.manifest.hashing import known_share
 from dovetail.manifest.model_shape import ModelShape
@@ -34,6 +31,7 @@ from dovetail.planner.candidate import (
     side_by_side,
 )
 from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.memory import Footprint
 from dovetail.planner.seconds import Estimate, GPUCosts, Option
 from dovetail.planner.workload import Workload
 
@@ -469,14 +467,11 @@ def training_shares(
 # The number of a structure's fastest combinations that are estimated, and the number that are checked to find them.
 COMBINATIONS = 8
 PATIENCE = 200
-AT_ONCE = 32
 # The least seconds that a change costs, so that one without a cost is not infinitely good.
 LEAST_SECONDS = 1e-6
 # Smaller savings do not count, because sums in another order differ by as much.
 LEAST_BYTES = 1024.0
 
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 Combination = tuple[Share, ...]
 """A share for each of a ranking's places."""
 
@@ -528,13 +523,11 @@ class Combinations:
     def _agreeing(self, patience: int) -> Iterator[Combination]:
         """The fastest combinations that fit, among the first `patience` ones."""
         layouts = self.ranking.layouts
-        coming = islice(orders(layouts), patience)
-        while some := list(islice(coming, AT_ONCE)):
-            for at, fits in zip(some, self._filling.fitting(layouts, some), strict=True):
-                if fits:
-                    chosen = self._agreed([ranked[i] for ranked, i in zip(layouts, at, strict=True)])
-                    if chosen is not None and self._fits_side_by_side(chosen):
-                        yield chosen
+        for at in islice(orders(layouts), patience):
+            options = [ranked[i] for ranked, i in zip(layouts, at, strict=True)]
+            chosen = self._agreed(options) if self._filling.fits(options) else None
+            if chosen is not None and self._fits_side_by_side(chosen):
+                yield chosen
 
     def _repaired(self) -> Iterator[Combination]:
         """Combinations that fit after replacements. There is one for each pair of micro-batch size and tp, which actor
@@ -706,7 +699,6 @@ class Filling:
     """Knows which places of one ranking share a GPU, and checks what fits there, without an estimate."""
 
     def __init__(self, ranking: Ranking, costs: GPUCosts) -> None:
-        self._tables: dict[int, tuple[Ranked, _Table]] = {}
         self._cells: list[_Cell] = []
         for pool in dict.fromkeys(share.pool for _, share in ranking.places):
             mine = [at for at, (_, share) in enumerate(ranking.places) if share.pool == pool]
@@ -719,14 +711,6 @@ class Filling:
         """Whether an option for each place fits with the others."""
         return all(_excess(cell, [chosen[at].footprint for at in cell.places]) <= 0 for cell in self._cells)
 
-    def fitting(self, layouts: Sequence[Ranked], orders: Sequence[tuple[int, ...]]) -> Bools:
-        """Whether each of n combinations fits, (n,) bool. A combination holds the index of an option for each place."""
-        chosen = np.array(orders)
-        fits = np.ones(len(orders), dtype=bool)
-        for cell in self._cells:
-            fits &= _excess(cell, [self._table(layouts[at])[chosen[:, at]] for at in cell.places], *_ARRAYS) <= 0
-        return fits
-
     def repaired(self, layouts: Sequence[Ranked]) -> list[Option] | None:
         """The fastest options, after replacing those that do not fit. Each step takes the replacement that saves most
         bytes for the seconds that it costs. None if no replacement helps any more. `layouts`: the options of each
@@ -738,69 +722,36 @@ class Filling:
             while (excess := _excess(cell, [chosen[at].footprint for at in cell.places])) > 0:
                 best: tuple[float, int, int] = (0.0, 0, 0)
                 for at in cell.places:
-                    mine = self._table(layouts[at])
-                    tried = [mine if place == at else chosen[place].footprint for place in cell.places]
-                    saved = np.minimum(excess, excess - _excess(cell, tried, *_ARRAYS))
-                    saved[saved <= LEAST_BYTES] = 0.0
-                    value = saved / np.maximum(LEAST_SECONDS, mine.seconds - chosen[at].seconds)
-                    highest = int(np.argmax(value))
-                    if value[highest] > best[0]:
-                        best = float(value[highest]), at, highest
+                    tried = [chosen[place].footprint for place in cell.places]
+                    here, seconds = cell.places.index(at), chosen[at].seconds
+                    for i, option in enumerate(layouts[at]):
+                        tried[here] = option.footprint
+                        saved = min(excess, excess - _excess(cell, tried))
+                        value = saved / max(LEAST_SECONDS, option.seconds - seconds)
+                        if saved > LEAST_BYTES and value > best[0]:
+                            best = value, at, i
                 if best[0] == 0.0:
                     return None
                 chosen[best[1]] = layouts[best[1]][best[2]]
         return chosen if self.fits(chosen) else None
 
-    def _table(self, options: Ranked) -> _Table:
-        # Lists are identified by their address. They are kept so that no other list gets the same address.
-        if id(options) not in self._tables:
-            prints = [o.footprint for o in options]
-            kept, works, gradients, awake = (
-                np.array([getattr(each, name) for each in prints]) for name in ("kept", "works", "gradients", "awake")
-            )
-            seconds = np.array([o.seconds for o in options])
-            self._tables[id(options)] = options, _Table(seconds, kept, works, gradients, awake, prints[0].serves)
-        return self._tables[id(options)][1]
 
-
-class _Table(NamedTuple):
-    """The options of a place: their seconds, and their footprints with an array in place of each number."""
-
-    seconds: Floats
-    kept: Floats
-    works: Floats
-    gradients: Floats
-    awake: Bools
-    serves: bool
-
-    def __getitem__(self, i: Any) -> _Table:  # type: ignore[override]
-        """The table of some of the options. `i`: indices."""
-        return _Table(self.seconds[i], self.kept[i], self.works[i], self.gradients[i], self.awake[i], self.serves)
-
-
-def _either(condition: bool, first: float, second: float) -> float:
-    return first if condition else second
-
-
-# `_excess` takes these functions for arrays.
-_ARRAYS = np.maximum, np.where
-
-
-def _excess(cell: _Cell, footprints: Sequence[Any], larger: Any = max, either: Any = _either) -> Any:
-    """The bytes by which a GPU is too small. With 0 or less the options fit. A server that stays awake gets the memory
-    that is left while the others work. A server that sleeps meanwhile gets all but what the others keep. While a model
-    trains, the gradients of other models stay.
-
-    `footprints`: a `Footprint` for each place, or a `_Table` of many at once."""
-    kept = sum(f.kept for f in footprints)
-    gradients = sum(f.gradients for f in footprints)
-    works: Any = 0.0
+def _excess(cell: _Cell, footprints: Sequence[Footprint]) -> float:
+    """The bytes by which a GPU is too small for the footprints of a cell's places. With 0 or less they fit. A server
+    that stays awake gets the memory that is left while the others work. A server that sleeps meanwhile gets all but
+    what the others keep. While a model trains, the gradients of other models stay."""
+    kept = gradients = works = 0.0
     for f in footprints:
-        works = larger(works, f.works + either(f.gradients > 0, gradients - f.gradients, 0.0))
+        kept += f.kept
+        gradients += f.gradients
+    for f in footprints:
+        needed = f.works + (gradients - f.gradients if f.gradients > 0 else 0.0)
+        if needed > works:
+            works = needed
     most = kept + works - cell.room
     for f in footprints:
         if f.serves:
-            most = larger(most, kept + either(f.awake, works, f.works + gradients) - cell.serving)
+            most = max(most, kept + (works if f.awake else f.works + gradients) - cell.serving)
     return most
 
 

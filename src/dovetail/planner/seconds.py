@@ -8,15 +8,15 @@ per second, b the bytes of a number, and p the parameters. tp GPUs share one ser
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from statistics import NormalDist
+from itertools import accumulate
+from statistics import NormalDist, fmean
 
-import numpy as np
-import numpy.typing as npt
-
+from dovetail.fusion.curve import interpolate
 from dovetail.fusion.lengths import Lengths
 from dovetail.fusion.profile import SATURATED, StageProfile
 from dovetail.gpus.gpu_products import GPU
@@ -29,14 +29,14 @@ from dovetail.planner.memory import ITEMSIZE, Footprint, GPUMemory, GPUMemoryMod
 from dovetail.planner.workload import Workload
 from dovetail.protocol.budgets import SCORER_TOKENS
 
-Floats = npt.NDArray[np.float64]
+Floats = tuple[float, ...]
 # With more samples than this, fewer quantiles are computed, and each stands for several samples.
 EXACT = 512
 
 
 @dataclass(frozen=True, eq=False)
 class Servers:
-    """`count` equal vLLM servers. `steps`, float64: the seconds of a decode step with 0, 1, ... samples. `prefill`:
+    """`count` equal vLLM servers. `steps`: the seconds of a decode step with 0, 1, ... samples. `prefill`:
     seconds per token. `room`: tokens of the KV cache. `saturation`: the largest batch whose step takes almost as long
     as that of one sample (BS_max). `arrival`: seconds per token to bring a sample from another server, by a prefill or
     by a transfer of its KV cache."""
@@ -55,7 +55,7 @@ class Servers:
     @cached_property
     def profile(self) -> StageProfile:
         """One of them, for the simulator."""
-        steps = tuple(enumerate(self.steps.tolist()))[1:]
+        steps = tuple(enumerate(self.steps))[1:]
         most, moving = len(steps), self.arrival
         return StageProfile(
             steps, self.prefill, 0.0, max_samples=most, kv_tokens=self.room, kv_transfer_seconds_per_token=moving
@@ -78,14 +78,14 @@ def generate(servers: Sequence[Servers], work: Workload, migration: float | None
     this fraction of the samples is left. None: it does not gather."""
     instances = sum(s.count for s in servers)
     dealt = deal(servers, work.batch)
-    end = max(float(_curve(s, n, work)[1][-1]) for s, n in zip(servers, dealt, strict=True))
+    end = max(_curve(s, n, work)[1][-1] for s, n in zip(servers, dealt, strict=True))
     left = 0 if migration is None else int(migration * work.batch)
     fastest = servers[max(range(len(servers)), key=lambda i: dealt[i])]
     destinations = _destinations(fastest, instances, left, work.longest)
     if not left or destinations is None:
         return GenerationTimes(end, end, instances, instances)
     # The samples that are left are the longest of the batch. They gather when the next shorter one is done.
-    done = float(quantiles(work.response, work.batch)[-left])
+    done = quantiles(work.response, work.batch)[-left]
     begun = max(_reached(s, n, work, done) for s, n in zip(servers, dealt, strict=True))
     return GenerationTimes(begun + _tail(fastest, work, left, destinations), begun, destinations, instances)
 
@@ -93,7 +93,7 @@ def generate(servers: Sequence[Servers], work: Workload, migration: float | None
 def deal(servers: Sequence[Servers], batch: int) -> list[int]:
     """The number of samples that one server of each kind gets, in proportion to its speed."""
     share = max(1, -(-batch // sum(s.count for s in servers)))
-    speeds = [s.count / float(s.steps[min(share, len(s.steps) - 1)]) for s in servers]
+    speeds = [s.count / s.steps[min(share, len(s.steps) - 1)] for s in servers]
     return [max(1, math.ceil(batch * speed / sum(speeds) / s.count)) for s, speed in zip(servers, speeds, strict=True)]
 
 
@@ -110,62 +110,61 @@ def _curve(server: Servers, samples: int, work: Workload) -> tuple[Floats, Float
     samples that the server holds at once."""
     slots = min(samples, server.slots(work.tokens))
     lengths = _of_server(work.response, slots, work.batch)
-    gaps = np.diff(lengths, prepend=1.0)  # the prefill makes the first token
-    ends: Floats = np.cumsum(gaps * server.steps[slots:0:-1])
+    before = (1.0, *lengths)  # the prefill makes the first token
+    steps = server.steps[slots:0:-1]
+    parts = [(there - here) * step for here, there, step in zip(before, lengths, steps, strict=False)]
     waiting = samples - slots
-    bulk = waiting * work.response.mean / slots * float(server.steps[slots])
-    return lengths, ends + bulk + samples * work.prompt.mean * server.prefill
+    begun = waiting * work.response.mean / slots * server.steps[slots] + samples * work.prompt.mean * server.prefill
+    return lengths, tuple(accumulate(parts, initial=begun))[1:]
 
 
 def _reached(server: Servers, samples: int, work: Workload, tokens: float) -> float:
     """The seconds until a server has generated `tokens` tokens of every sample that has so many."""
     lengths, ends = _curve(server, samples, work)
-    first = float(ends[0]) - (float(lengths[0]) - 1.0) * float(server.steps[len(lengths)])
-    return float(np.interp(tokens, np.concatenate(([1.0], lengths)), np.concatenate(([first], ends))))
+    first = ends[0] - (lengths[0] - 1.0) * server.steps[len(lengths)]
+    return interpolate(tokens, (1.0, *lengths), (first, *ends))
 
 
 def _tail(server: Servers, work: Workload, left: int, destinations: int) -> float:
     """The seconds from the gathering to the last token. Each destination takes its part of the tail, prefills the
     samples that came, and goes on."""
-    longest = quantiles(work.response, work.batch)[-left:].copy()
-    longest[-1] = max(float(longest[0]), expected_longest(work.response, work.batch))
-    done = float(longest[0])
-    mine = np.sort(longest[::-1][::destinations]) - done
-    gaps = np.diff(mine, prepend=0.0)
+    longest = list(quantiles(work.response, work.batch)[-left:])
+    longest[-1] = max(longest[0], expected_longest(work.response, work.batch))
+    done = longest[0]
+    mine = sorted(length - done for length in longest[::-1][::destinations])
     slots = min(len(mine), len(server.steps) - 1)
     came = (1 - 1 / max(1, destinations)) if destinations > 1 else 1.0
     moved = len(mine) * came * (work.prompt.mean + done) * server.arrival
     # If a destination has more samples than slots, the others wait until a slot is free.
     over = max(1.0, len(mine) / slots)
-    counts = np.minimum(np.arange(len(mine), 0, -1), slots)
-    return moved + over * float(gaps @ server.steps[counts])
+    steps = (server.steps[min(count, slots)] for count in range(len(mine), 0, -1))
+    spent = math.fsum((there - here) * step for here, there, step in zip((0.0, *mine), mine, steps, strict=False))
+    return moved + over * spent
 
 
 @lru_cache(maxsize=4096)
 def quantiles(lengths: Lengths, count: int) -> Floats:
-    """The lengths of `Lengths.quantiles`, (count,) float64."""
+    """The `count` lengths of `Lengths.quantiles`."""
     few = min(count, EXACT)
-    found = lengths.quantiles(few).astype(np.float64)
-    return found if few == count else np.sort(np.resize(np.repeat(found, -(-count // few)), count))
+    found = lengths.quantiles(few)
+    return tuple(float(found[i * few // count]) for i in range(count))
 
 
 @lru_cache(maxsize=4096)
 def _of_server(lengths: Lengths, samples: int, batch: int) -> Floats:
-    """The lengths of one server's samples, (samples,) float64. They are quantiles, but the longest one is that of the
+    """The lengths of one server's `samples` samples. They are quantiles, but the longest one is that of the
     whole batch, because one server has it."""
-    mine = quantiles(lengths, samples).copy()
-    mine[-1] = max(float(mine[-1]), expected_longest(lengths, batch))
-    return mine
+    *others, last = quantiles(lengths, samples)
+    return (*others, max(last, expected_longest(lengths, batch)))
 
 
 @lru_cache(maxsize=4096)
 def expected_longest(lengths: Lengths, samples: int) -> float:
     """The mean length of the longest of n samples. It is the mean of Q(u^(1/n)), where u is uniform and Q is the
     quantile function."""
-    levels = (np.arange(64) + 0.5) / 64
     normal = NormalDist()
-    z = np.array([normal.inv_cdf(float(u)) for u in levels ** (1 / samples)])
-    return float(np.clip(lengths.median * np.exp(lengths.sigma * z), 1, lengths.longest).mean())
+    levels = (((i + 0.5) / 64) ** (1 / samples) for i in range(64))
+    return fmean(lengths.exact(normal.inv_cdf(level)) for level in levels)
 
 
 # ------------------------------------------------------------ inference beside it
@@ -224,12 +223,14 @@ def _spread(share: Share, serving: Share) -> Counter[int]:
     """Counts the copies of a share's model, by the number of servers on whose GPUs a copy lies."""
     if share.pp == share.tp == 1:
         return Counter({1: share.dp})
-    starts = share.first + share.tp * np.arange(share.pp * share.dp).reshape(share.pp, share.dp)
-    gpus = np.concatenate([starts + t for t in {*range(0, share.tp, serving.tp), share.tp - 1}])
-    at = (gpus - serving.first) // serving.tp % serving.dp
-    at[(gpus < serving.first) | (gpus >= serving.first + serving.gpus)] = -1
-    at.sort(axis=0)
-    return Counter((np.diff(at, axis=0, prepend=-1) > 0).sum(axis=0).tolist())
+    ranks, served = {*range(0, share.tp, serving.tp), share.tp - 1}, serving.range
+    stages = [stage * share.dp for stage in range(share.pp)]
+
+    def of(copy: int) -> set[int]:
+        gpus = (share.first + share.tp * (stage + copy) + rank for stage in stages for rank in ranks)
+        return {(gpu - serving.first) // serving.tp % serving.dp for gpu in gpus if gpu in served}
+
+    return Counter(len(of(copy)) for copy in range(share.dp))
 
 
 def _all_free(some: int, busy: int, servers: int) -> float:
@@ -311,25 +312,21 @@ def gathering(shape: ModelShape, head: Head, pool: Pool, share: Share) -> float:
 def decode_steps(
     shape: ModelShape, pool: Pool, tp: int, context: float, gather: float, most: int
 ) -> tuple[Floats, int]:
-    """The seconds of a decode step with 0 (as 1) to `most` samples, (most + 1,) float64, and BS_max. `gather`: the
-    seconds to gather weights before each step."""
+    """The seconds of a decode step with 0 (as 1) to `most` samples, and BS_max. `gather`: the seconds to gather weights
+    before each step."""
     gpu = pool.gpu
     points = [*(n for n in BATCHES if n < most), most]
     seconds = [decode_step(shape, n, context, gpu, tp) + gather for n in points]
-    steps: Floats = np.interp(np.arange(most + 1), points, seconds)
-    steps.setflags(write=False)
-    return steps, max(1, int(np.searchsorted(steps, SATURATED * steps[1], "right")) - 1)
+    steps = tuple(interpolate(samples, points, seconds) for samples in range(most + 1))
+    return steps, max(1, bisect_right(steps, SATURATED * steps[1]) - 1)
 
 
 def _staged(steps: Floats, share: Share, pool: Pool, shape: ModelShape) -> Floats:
     """The seconds of a decode step with pp stages. The samples are in pp groups that follow each other. A step of all
     groups takes as long as one group takes through all stages, with the messages between them."""
-    parts = -(-np.arange(len(steps)) // share.pp)
-    sizes = parts * shape.hidden * ITEMSIZE[pool.gpu.dtype]
-    hop = COLLECTIVE_SECONDS + sizes / (LINK * pool.link(share.pp * share.tp))
-    staged: Floats = steps[parts] + share.pp * hop
-    staged.setflags(write=False)
-    return staged
+    size, link = shape.hidden * ITEMSIZE[pool.gpu.dtype], LINK * pool.link(share.pp * share.tp)
+    parts = (-(-samples // share.pp) for samples in range(len(steps)))
+    return tuple(steps[part] + share.pp * (COLLECTIVE_SECONDS + part * size / link) for part in parts)
 
 
 @lru_cache(maxsize=8192)
@@ -670,7 +667,7 @@ class GPUCosts:
         work, mini = self.work, min(self.work.mini_batch, self.work.batch)
         if dp == 1:
             return 1.0
-        average = float((quantiles(work.response, mini) + work.prompt.mean).mean())
+        average = fmean(quantiles(work.response, mini)) + work.prompt.mean
         most = (expected_longest(work.response, mini) + work.prompt.mean) / average
         return max(1.0, most / max(1.0, mini / dp))
 

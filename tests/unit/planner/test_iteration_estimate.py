@@ -211,7 +211,7 @@ def test_shared_prompts_shorten_inference_by_scorers_only() -> None:
     seconds = [estimate(plan, job, there).phases for job in (alone, shared)]
     assert seconds[1]["inference"] < 0.35 * seconds[0]["inference"]
     assert {**seconds[1], "inference": 0} == {**seconds[0], "inference": 0}
-    lengths = np.full(128, 1024), np.full(128, 128)
+    lengths = [1024] * 128, [128] * 128
     played = [simulate(plan, job, there, *lengths).phases["inference"] for job in (alone, shared)]
     assert played == pytest.approx([phases["inference"] for phases in seconds], rel=0.03)
     unfolded = replace(plan, folded=False)

@@ -6,8 +6,8 @@ import statistics
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,7 +83,7 @@ def test_agrees_for_a_searched_schedule() -> None:
 
 def simulate_many(candidate: Candidate, work: Workload, iterations: int, seed: int) -> list[Simulated]:
     """Iterations with lengths drawn from the workload's distributions."""
-    rng = np.random.default_rng(seed)
+    rng = Random(seed)
     found = []
     for _ in range(iterations):
         prompts, lengths = work.prompt.draw(work.batch, rng), work.response.draw(work.batch, rng)
@@ -105,15 +105,15 @@ def _agree(candidate: Candidate, work: Workload) -> None:
 @pytest.mark.parametrize("schedule", ["Serial", "TimeSharing"])
 def test_is_exact_where_all_samples_are_alike(schedule: Schedule) -> None:
     candidate, work = flattened(4, 2, schedule), workload(fixed=True, tokens=64)
-    lengths = np.full(work.batch, 64)
-    played = simulate(candidate, work, INVENTORY, np.full(work.batch, 128), lengths)
+    lengths = [64] * work.batch
+    played = simulate(candidate, work, INVENTORY, [128] * work.batch, lengths)
     expected = estimate(candidate, work, INVENTORY)
     for name in PHASES:
         assert played.phases[name] == pytest.approx(expected.phases[name], rel=0.02), name
 
 
 def test_a_gpu_does_one_thing_at_a_time() -> None:
-    rng = np.random.default_rng(0)
+    rng = Random(0)
     for candidate in (flattened(migration=0.2), flattened(schedule="TimeSharing"), separated(0.2)):
         work = workload(64)
         played = simulate(candidate, work, INVENTORY, work.prompt.draw(64, rng), work.response.draw(64, rng))
@@ -133,7 +133,7 @@ def test_a_gpu_does_one_thing_at_a_time() -> None:
 def test_trains_every_micro_batch_once() -> None:
     work = workload(64)
     candidate = flattened(2, 2, "TimeSharing")
-    played = simulate(candidate, work, INVENTORY, np.full(64, 128), np.full(64, 100))
+    played = simulate(candidate, work, INVENTORY, [128] * 64, [100] * 64)
     first = [bar.name for bar in played.bars if (bar.pool, bar.gpu, bar.lane) == ("a", 0, "trainer")]
     count = 64 // (2 * 2)
     wanted = {f"{model} {kind}{m}" for model in ("actor", "critic") for kind in "FB" for m in range(count)}
@@ -142,7 +142,7 @@ def test_trains_every_micro_batch_once() -> None:
 
 def test_models_that_train_apart_are_drawn_by_their_names() -> None:
     work, candidate = workload(64), separated()
-    played = simulate(candidate, work, INVENTORY, np.full(64, 128), np.full(64, 100))
+    played = simulate(candidate, work, INVENTORY, [128] * 64, [100] * 64)
     for model, share in (("actor", candidate.actor_training[0]), ("critic", candidate.critic_training[0])):
         drawn = {b.name for b in played.bars if b.lane == "trainer" and b.pool == share.pool and b.gpu in share.range}
         assert f"{model} step" in drawn
@@ -157,7 +157,7 @@ def test_a_seed_gives_the_same_iterations() -> None:
 
 
 def test_passes_before_training_and_gathered_tails() -> None:
-    rng = np.random.default_rng(1)
+    rng = Random(1)
     work = workload(128)
     prompts, lengths = work.prompt.draw(128, rng), work.response.draw(128, rng)
     candidate = flattened()
@@ -169,7 +169,7 @@ def test_passes_before_training_and_gathered_tails() -> None:
 
 
 def test_inference_on_trainers_follows_the_samples_though_the_actors_pass_waits_for_all() -> None:
-    rng = np.random.default_rng(1)
+    rng = Random(1)
     work = workload(128)
     scored = (Share("a", dp=8, micro_batch=4),)
     candidate = replace(separated(0.2), reference=scored, reward=scored, critic=scored, folded=False)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from dovetail.fusion.lengths import Ints, Lengths
+from dovetail.fusion.lengths import Lengths
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner import simulated_iteration as simulated
 from dovetail.planner.placements import place
@@ -40,13 +40,14 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     simulated._orders.cache_clear()
 
 
-def drawn(lengths: Lengths, count: int, at: float, rng: np.random.Generator) -> Ints:
-    """(count,) tokens whose longest is at quantile `at` of the longest's own distribution, the others spread evenly
+def drawn(lengths: Lengths, count: int, at: float, rng: np.random.Generator) -> list[int]:
+    """`count` tokens whose longest is at quantile `at` of the longest's own distribution, the others spread evenly
     below it: a few such draws have the mean of many that leave this to chance."""
     top = at ** (1 / count)
     levels = [*(top * (np.arange(count - 1) + rng.uniform(0.01, 0.99, count - 1)) / (count - 1)), top]
     tokens = [lengths.median * np.exp(lengths.sigma * NormalDist().inv_cdf(float(level))) for level in levels]
-    return rng.permutation(np.clip(np.rint(tokens), 1, lengths.longest).astype(np.int64))
+    found: list[int] = rng.permutation(np.clip(np.rint(tokens), 1, lengths.longest).astype(np.int64)).tolist()
+    return found
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dovetail.fusion.lengths import Ints, Lengths
+from dovetail.fusion.lengths import Lengths
 from dovetail.fusion.profile import ProfileError, StageProfile
 from dovetail.fusion.stage import StagePrediction, ratio, scan
 
@@ -101,7 +101,7 @@ class ThresholdController:
         self._decisions += 1
 
         def played() -> dict[Choice, StagePrediction]:
-            lengths = self._draw(count, rng).tolist()
+            lengths = self._draw(count, rng)
             wanted, roomy = thresholds.values(), [choice[1] for choice in choices]
             found = scan(
                 lengths,
@@ -126,12 +126,13 @@ class ThresholdController:
             thresholds[chosen], chosen[0], reason, draws[0][chosen], seconds[OFF], fused, scanned, chosen[1]
         )
 
-    def _draw(self, count: int, rng: np.random.Generator) -> Ints:
-        """Draw (count,) lengths in tokens. They are drawn with replacement from the measured ones, or from the prior if
+    def _draw(self, count: int, rng: np.random.Generator) -> Sequence[int]:
+        """Draw `count` lengths in tokens. They are drawn with replacement from the measured ones, or from the prior if
         none were measured."""
         if not self._recent:
-            return Lengths.long_tailed(self._max_tokens).draw(count, rng)
-        return rng.choice(np.concatenate([np.asarray(r) for r in self._recent]), count)
+            return Lengths.long_tailed(self._max_tokens).at(rng.standard_normal(count).tolist())
+        drawn: list[int] = rng.choice(np.concatenate([np.asarray(r) for r in self._recent]), count).tolist()
+        return drawn
 
     def _choices(self, profiles: Sequence[StageProfile]) -> list[Choice]:
         """Off, and the choices that the setting allows. A user who names a fraction accepts longer decode steps, so the
