@@ -94,6 +94,7 @@ families: install ## Derive and prove all model types of transformers, or TYPES=
 
 docs: install ## Build the documentation site into build/site; a broken link is an error
 	$(BIN)/mkdocs build --strict --quiet
+	@$(BIN)/python hack/calculator.py build/site
 
 COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url
 

@@ -7,7 +7,11 @@ and narrow. Those of a terminal (--terminal) show what commands say of runs that
     dovetail run examples/quickstart.yaml $small --run-dir runs/stalled 2>&1 | grep -E "^PPO|^Warning" > stalled.txt
                                                                              # kill -STOP a trainer meanwhile
 
-python hack/take_screenshots.py [--terminal FOLDER] [CHROMIUM]
+That of the calculator (--calculator) shows the built site:
+
+    make docs && python3 -m http.server --directory build/site 8000
+
+python hack/take_screenshots.py [--terminal FOLDER | --calculator http://127.0.0.1:8000] [CHROMIUM]
 
 FOLDER has `runs` and stalled.txt."""
 
@@ -86,6 +90,17 @@ def _terminal(browser: Browser, name: str, said: str) -> None:
     page.close()
 
 
+def calculator(browser: Browser, address: str) -> None:
+    """The picture of the calculator's answer."""
+    page = browser.new_page(viewport=TALL)
+    page.set_default_timeout(900_000)
+    page.goto(f"{address}/calculator.html")
+    page.get_by_role("button", name="Plan", exact=True).click()
+    page.locator("pre.manifest").wait_for()
+    page.evaluate("document.querySelector('p.told').scrollIntoView()")
+    save("calculator", page.screenshot())
+
+
 def main() -> None:
     from playwright.sync_api import sync_playwright
 
@@ -93,12 +108,16 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--terminal", type=Path, metavar="FOLDER")
+    parser.add_argument("--calculator", metavar="ADDRESS")
     parser.add_argument("chromium", nargs="?", default="/usr/bin/chromium")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=given.chromium, args=["--no-sandbox", "--disable-gpu"])
         if given.terminal is not None:
             terminals(browser, given.terminal)
+            return
+        if given.calculator is not None:
+            calculator(browser, given.calculator)
             return
         run = demo_runs(Path(folder))
         server = serve_page(run.parent)
