@@ -30,11 +30,16 @@ from helpers.patience import PATIENCE  # noqa: E402
 T = TypeVar("T")
 
 # kubectl's words where the API server has not got the command, as while it restarts or the machine is overloaded.
-NOT_SENT = ("TLS handshake timeout", "was refused - did you specify the right host", "connect: connection refused")
+# Before it sends one, kubectl asks for the server's kinds and their schemas.
+NOT_SENT = (
+    *("TLS handshake timeout", "was refused - did you specify the right host", "connect: connection refused"),
+    *("error validating data: Get", "failed to download openapi", "server API group list: Get", "cluster unreachable"),
+)
 # Where nobody knows whether it has got it, as when a machine stood still. These commands may be given again.
 UNANSWERED = (
     *("http2: client connection lost", "did not complete within requested timeout", "context deadline exceeded"),
-    *("connection reset by peer", "unexpected EOF"),
+    *("connection reset by peer", "unexpected EOF", "i/o timeout", "Client.Timeout", "etcdserver: request timed out"),
+    *("unable to return a response in the time allotted", "(ServiceUnavailable)", "(Timeout)", "(TooManyRequests)"),
 )
 REPEATABLE = ("annotate", "apply", "auth", "describe", "explain", "get", "label", "patch")
 STANDSTILL_SECONDS = 30.0
