@@ -207,3 +207,12 @@ def test_what_is_too_deep_to_be_written_again_is_refused(template: str, place: t
             status, told = asyncio.run(answered(template, route, changed(REQUESTS[route], (*place, name), value)))
             assert status == expected, told
             assert status == 200 or "more than 72 objects and lists in each other" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_an_id_that_the_tokenizer_does_not_know_is_refused(template: str) -> None:
+    route = "/inference/v1/generate"
+    status, told = asyncio.run(answered(template, route, REQUESTS[route] | {"token_ids": [1, 10**6]}))
+    assert status == 400
+    assert "token_ids has 1000000, but the tokenizer's ids end at " in told

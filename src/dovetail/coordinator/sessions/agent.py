@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from dovetail.coordinator.data.text.chat_template import ChatFormat, Message, NotWritten, TemplateRefused
 from dovetail.coordinator.sessions.answer_reader import AnswerReader, Unreadable
-from dovetail.coordinator.sessions.bridge import Bridge, Tools
+from dovetail.coordinator.sessions.bridge import Bridge, Tools, UnknownToken
 from dovetail.coordinator.sessions.effects import Failed
 from dovetail.coordinator.sessions.episode import Episode, ModelExchange, Sampled
 from dovetail.coordinator.sessions.play import AskedTurn, Ending, Played, Policy, PromptTooLong, SampledTurn, read_turn
@@ -201,6 +201,8 @@ class AgentPlayer:
             return request.asks(episode)
         except (TemplateRefused, NotWritten) as error:
             raise TurnRefused(f"the tokenizer's chat template refuses the messages: {error}") from error
+        except UnknownToken as error:
+            raise TurnRefused(str(error)) from error
 
     def read(self, turn: int, exchange: ModelExchange, drawn: SampledTurn, stops: Sequence[str]) -> tuple[Sampled, str]:
         """What was drawn, up to the first of `stops`, with its message, and what is wrong with that. What was not to be

@@ -13,6 +13,10 @@ from dovetail.coordinator.data.text.chat_template import ChatFormat, Message
 Tools = Sequence[Mapping[str, Any]]
 
 
+class UnknownToken(Exception):
+    """A prompt has a token that the tokenizer does not know. The message is a sentence."""
+
+
 class Bridge:
     """A chat format with its tokenizer.
 
@@ -46,6 +50,13 @@ class Bridge:
         # Some tokenizers write the beginning of a text otherwise than its middle. Here it comes after the end token.
         first, *rest = self._ids(Rendered(end + text))
         return rest if first == last else None
+
+    def given(self, ids: Sequence[int]) -> str:
+        """What the ids say that an agent wrote. Raises UnknownToken: the tokenizer would leave such an id out, and a
+        server refuse it."""
+        if (highest := max(ids, default=0)) >= (known := len(self._tokenizer)):
+            raise UnknownToken(f"token_ids has {highest}, but the tokenizer's ids end at {known - 1}")
+        return self.text(ids)
 
     def text(self, ids: Sequence[int], stops: Sequence[str] = ()) -> str:
         """What sampled ids say before any of `stops`, without marks such as the end token."""

@@ -114,7 +114,8 @@ class Episode:
 
     def ask_ids(self, ids: Sequence[int]) -> ModelExchange:
         """The exchange that answers a prompt of token ids. The same ids again are the same exchange. It goes on where
-        the ids begin with those of an earlier prompt and its answer. Messages have what was added, as text."""
+        the ids begin with those of an earlier prompt and its answer. Messages have what was added, as text. Raises
+        UnknownToken."""
         prompt = list(ids)
         if (known := next((each for each in self.exchanges if each.prompt == prompt), None)) is not None:
             return known
@@ -123,7 +124,7 @@ class Episode:
             told = _tokens(each)
             if len(told) > held and prompt[: len(told)] == told and each.answer is not None:
                 before, messages, held = each, [*each.messages, each.answer.message], len(told)
-        added = {"role": "user", "content": self._bridge.text(prompt[held:])}
+        added = {"role": "user", "content": self._bridge.given(prompt[held:])}
         # Ids are not compared with messages.
         made = ModelExchange([*messages, added], (), prompt, before, said=(f"ids {_plain(prompt)}",), of_ids=True)
         self.exchanges.append(made)
