@@ -25,6 +25,7 @@ from helpers.jobs import (
     Injector,
     events,
     history,
+    in_phase,
     read_status,
     run_job,
     same_weights,
@@ -154,10 +155,6 @@ def test_samples_of_the_next_iteration_are_made_while_the_trainers_learn(peacefu
     assert metrics[1]["mismatch_abs"] < 1e-4
     assert [metrics[i].get("staleness", 0.0) for i in sorted(metrics)] == [0.0, 1.0, 1.0, 1.0, 1.0]
     assert set(summary(run_dir)["phases"]) >= {"generation", "inference", "training", "weights", "waiting"}
-
-
-def in_phase(phase: str, iteration: int) -> Any:
-    return lambda s: s["stage"] == "ppo" and s["phase"] == phase and s["iteration"] >= iteration
 
 
 def disturbances(how: signal.Signals, apart: int = 1) -> list[Fault]:

@@ -27,6 +27,7 @@ from helpers.jobs import (
     Injector,
     events,
     history,
+    in_phase,
     run_job,
     same_weights,
     sample_rows,
@@ -178,10 +179,6 @@ def in_stage(stage: str, step: int) -> Any:
 
 def in_iteration(iteration: int) -> Any:
     return lambda s: bool(s["stage"] == "ppo" and s["iteration"] >= iteration)
-
-
-def in_phase(phase: str, iteration: int) -> Any:
-    return lambda s: s["stage"] == "ppo" and s["phase"] == phase and s["iteration"] >= iteration
 
 
 def before_sft(status: Any) -> bool:

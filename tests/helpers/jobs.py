@@ -146,6 +146,11 @@ class Fault:
     signal: int = signal.SIGKILL
 
 
+def in_phase(phase: str, iteration: int) -> Callable[[dict[str, Any]], bool]:
+    """Whether a status is of this phase, in this iteration of PPO or a later one."""
+    return lambda s: s["stage"] == "ppo" and s["phase"] == phase and s["iteration"] >= iteration
+
+
 @dataclass
 class Watcher:
     """Looks at a job in a thread of its own, every `period` seconds, from the launcher's first call on: a phase of a

@@ -322,6 +322,9 @@ class Heartbeat(Message):
     at: str = Field(
         default="", description="Where the main thread stands in the code. Empty while the rank makes progress."
     )
+    waits: str = Field(
+        default="", description="The collective that it waits in, and its number. Empty while the rank makes progress."
+    )
 
 
 class HeartbeatReply(Message):

@@ -107,13 +107,13 @@ def test_a_restarted_rank_ends_the_generation_and_its_command() -> None:
         assert reply.command is not None
         assert reply.command.id == "x"
         group.heartbeat(Heartbeat(name="trainer-0", rank=0, incarnation="a", generation=1, at="main:1 in step"))
-        assert group.heard()["trainer-0"][2] == "main:1 in step"
+        assert group.heard()["trainer-0"][2] == ("main:1 in step", "")
         again = asyncio.create_task(group.join(join(1, "b2")))
         with pytest.raises(TrainerLost, match="trainer-1 joined again"):
             await running
         beat = group.heartbeat(Heartbeat(name="trainer-0", rank=0, incarnation="a", generation=1, at="main:1 in wait"))
         assert (beat.generation, beat.reason) == (2, "trainer-1 joined again")
-        assert group.heard()["trainer-0"][2] == "", "it has nothing to do, so it stands nowhere"
+        assert group.heard()["trainer-0"][2] == ("", ""), "it has nothing to do, so it stands nowhere"
         with pytest.raises(StaleGeneration):
             await group.next(NextRequest(generation=1))
         survivor = await group.join(join(0, "a"))

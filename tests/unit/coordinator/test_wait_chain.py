@@ -73,6 +73,18 @@ CASES: dict[str, tuple[WaitingRun, str]] = {
         "all trainers report, but some make no progress: trainer-1 at dovetail.trainer.algorithms.policy:88 in loss, "
         "trainer-0 and 1 more at dovetail.trainer.engine.executor:494 in _wait; the first is the likeliest cause",
     ),
+    "of two trainers, the one that waits in no collective hangs": (
+        replace(
+            ALIVE,
+            phase="training",
+            trainers=[
+                Peer("trainer-0", NOW, at="executor:494 in _wait", waits="nccl:all_reduce 342"),
+                Peer("trainer-1", NOW, at="policy:88 in loss"),
+            ],
+        ),
+        "make no progress: trainer-1 at policy:88 in loss, trainer-0 at executor:494 in _wait, in nccl:all_reduce 342; "
+        "the first is the likeliest cause",
+    ),
     "a server that took weights and computes something else with them": (
         replace(ALIVE, phase="weights", servers=[Peer("rollouts-0", NOW, "its log-probabilities differ")]),
         "it waits for rollouts-0, which may not draw: its log-probabilities differ",

@@ -311,8 +311,8 @@ class Engines:
             return [Peer(i.name, epoch + i.seen, i.reason, samples, epoch + token) for i, samples, token in found]
 
         ranks = [
-            Peer(name, epoch + heard, "" if joined else "has not joined", at=at)
-            for name, (heard, joined, at) in self.trainers.heard().items()
+            Peer(name, epoch + heard, "" if joined else "has not joined", at=at, waits=waits)
+            for name, (heard, joined, (at, waits)) in self.trainers.heard().items()
         ]
         running = {} if self._rewards is None else self._rewards.running()
         calls = {name: epoch + began for name, began in running.items()}

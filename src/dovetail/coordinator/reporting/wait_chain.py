@@ -22,8 +22,8 @@ MOST_PLACES = 3
 @dataclass(frozen=True)
 class Peer:
     """A process. It was last `heard` of then. `reason` says why it may not work, and is empty if it may. `samples` are
-    on it, and its last `token` came then. A trainer that makes no progress is `at` this line of the code. Times are in
-    seconds since the epoch."""
+    on it, and its last `token` came then. A trainer that makes no progress is `at` this line of the code, and `waits`
+    in this collective, if any. Times are in seconds since the epoch."""
 
     name: str
     heard: float
@@ -31,6 +31,7 @@ class Peer:
     samples: int = 0
     token: float = 0.0
     at: str = ""
+    waits: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,15 +81,18 @@ class _Cause:
         absent = [peer.name for peer in self.found.trainers if peer.reason]
         if absent:
             return f"it waits for {', '.join(absent)} to join the other trainers; the log of {absent[0]} says why not"
-        places: dict[str, list[str]] = {}
+        places: dict[tuple[str, str], list[str]] = {}
         for peer in self.found.trainers:
             if peer.at:
-                places.setdefault(peer.at, []).append(peer.name)
+                places.setdefault((peer.waits, peer.at), []).append(peer.name)
         if not places:
             return "all trainers report and make progress"
-        # The others wait for the one that stands elsewhere.
-        found = sorted(places.items(), key=lambda place: len(place[1]))
-        told = ", ".join(f"{_some(names)} at {place}" for place, names in found[:MOST_PLACES])
+        # The others wait for the one that is in no collective, or in one of its own.
+        found = sorted(places.items(), key=lambda place: (bool(place[0][0]), len(place[1])))
+        told = ", ".join(
+            f"{_some(names)} at {place}{f', in {waits}' if waits else ''}"
+            for (waits, place), names in found[:MOST_PLACES]
+        )
         return f"all trainers report, but some make no progress: {told}; the first is the likeliest cause"
 
     def _of_samples(self) -> str:

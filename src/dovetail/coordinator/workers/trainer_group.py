@@ -82,7 +82,7 @@ class TrainerGroup:
     _pending: dict[int, JoinRequest] = field(default_factory=dict)
     _replies: dict[str, JoinReply] = field(default_factory=dict)
     _seen: dict[int, float] = field(default_factory=dict)
-    _at: dict[int, str] = field(default_factory=dict)
+    _at: dict[int, tuple[str, str]] = field(default_factory=dict)
     _running: dict[RankThread, _Running] = field(default_factory=dict)
     _versions: frozenset[int] = frozenset()
     _position: TrainerPosition | None = None
@@ -124,7 +124,7 @@ class TrainerGroup:
     def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
         """Tell a rank the current generation and the command that is running. It then leaves the collectives of an
         older generation, and gives up a publish that a dead coordinator began."""
-        self._seen[beat.rank], self._at[beat.rank] = self.clock(), beat.at
+        self._seen[beat.rank], self._at[beat.rank] = self.clock(), (beat.at, beat.waits)
         ids = {thread: there.command.id for thread, there in self._running.items()}
         return HeartbeatReply(
             generation=self.generation,
@@ -231,15 +231,15 @@ class TrainerGroup:
         oldest = min((self._seen[rank] for rank in range(self.world_size) if rank in self._seen), default=self.clock())
         return self.formed and self.clock() - oldest > QUIET_SECONDS
 
-    def heard(self) -> dict[str, tuple[float, bool, str]]:
-        """By rank's name: when its last heartbeat came, whether it has joined or is joining, and where its main thread
-        stands (see `Heartbeat`) if a command runs."""
+    def heard(self) -> dict[str, tuple[float, bool, tuple[str, str]]]:
+        """By rank's name: when its last heartbeat came, whether it has joined or is joining, and `at` and `waits` of
+        this `Heartbeat` if a command runs."""
         now = self.clock()
         return {
             trainer_name(rank): (
                 self._seen.get(rank, now),
                 self.formed or rank in self._pending,
-                self._at.get(rank, "") if self._running else "",
+                self._at.get(rank, ("", "")) if self._running else ("", ""),
             )
             for rank in range(self.world_size)
         }

@@ -46,9 +46,8 @@ class Pulse:
 
 class Progress:
     """Tells whether a process gets on with its work. `made` counts a unit of it, such as a micro-batch. Bytes that the
-    process reads and writes count too, as do blocks that have a deadline of their own (`bounded`). CPU seconds do not
-    count, because a loop that waits for what never comes uses some. It may be used from any thread. `clock` gives
-    seconds, `transferred` bytes."""
+    process reads and writes count too. CPU seconds do not count, because a loop that waits for what never comes uses
+    some. It may be used from any thread. `clock` gives seconds, `transferred` bytes."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, transferred: Callable[[], int] | None = None
@@ -63,7 +62,7 @@ class Progress:
 
     @contextmanager
     def bounded(self) -> Iterator[None]:
-        """Run a block that has a deadline of its own."""
+        """Run a block that has a deadline of its own. Nobody need end the process because of it."""
         self._waits += 1
         try:
             yield
@@ -75,10 +74,15 @@ class Progress:
         """Whether work was done since this last returned True. The first call returns True. Call it from one thread."""
         before, now = self._before, (self._clock(), self._units, self._transferred())
         still = before is not None and now[1] == before[1] and now[2] - before[2] <= AT_WORK * (now[0] - before[0])
-        if still and not self._waits:
+        if still:
             return False
         self._before = now
         return True
+
+    @property
+    def excused(self) -> bool:
+        """Whether a block runs that has a deadline of its own."""
+        return self._waits > 0
 
 
 def _transferred() -> int:

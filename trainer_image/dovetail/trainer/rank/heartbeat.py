@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dovetail.protocol.messages import Heartbeat
 from dovetail.protocol.process.endings import SUPERSEDED
 from dovetail.protocol.process.pulse import PROGRESS, Pulse
+from dovetail.trainer.communication.flight_recorder import oldest_wait
 from dovetail.trainer.communication.groups import Groups
 from dovetail.trainer.rank.coordinator_client import RankProcess
 
@@ -92,13 +93,20 @@ class HeartbeatThread:
             known = self._live is None or self._live[1] < self._watched[1] or command_id in self._live[0]
             return self._superseded_at is not None or self._cancelled == command_id or not known
 
-    def beat(self, at: str = "") -> None:
-        """Send one heartbeat and act on its answer. `at` says where the main thread stands, if it makes no progress."""
+    def beat(self, at: str = "", waits: str = "") -> None:
+        """Send one heartbeat and act on its answer. `at` and `waits` are those of `Heartbeat`."""
         with self._lock:
             generation = self._generation
         asked = self._clock()
         reply = self._client.heartbeat(
-            Heartbeat(name=self._name, rank=self._rank, incarnation=self._incarnation, generation=generation, at=at)
+            Heartbeat(
+                name=self._name,
+                rank=self._rank,
+                incarnation=self._incarnation,
+                generation=generation,
+                at=at,
+                waits=waits,
+            )
         )
         now = self._clock()
         with self._lock:
@@ -126,12 +134,15 @@ class HeartbeatThread:
             self._exit(SUPERSEDED)
 
     def _run(self) -> None:
-        pulse, still = Pulse.read(), 0
+        pulse, still, stands = Pulse.read(), 0, ("", "")
         while not self._stop.is_set():
             still = 0 if PROGRESS.moved() else still + 1
-            if not still:
+            if not still or PROGRESS.excused:
                 pulse.beat()
-            self.beat(_place(threading.main_thread()) if still >= STILL_BEATS else "")
+            place = _place(threading.main_thread()) if still >= STILL_BEATS else ""
+            if place != stands[0]:
+                stands = place, oldest_wait() if place else ""
+            self.beat(*stands)
             self._stop.wait(INTERVAL_SECONDS)
 
 
