@@ -138,7 +138,6 @@ def fill(page: Page, form: dict[str, Any]) -> None:
             here.locator(f"[name={name}]").fill(str(pool[name]))
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
 def test_the_page_plans_and_asks_nobody_else(url: str, tmp_path: Path) -> None:
