@@ -23,6 +23,7 @@ DEVCLUSTER = REPOSITORY / "hack/devcluster"
 sys.path.insert(0, str(DEVCLUSTER))
 
 from devcluster import binaries, lifecycle, preflight  # noqa: E402
+from devcluster.control_plane import FIRST  # noqa: E402
 from devcluster.settings import ClusterError, locked, state_root, tidy  # noqa: E402
 
 from helpers.patience import PATIENCE  # noqa: E402
@@ -85,8 +86,11 @@ class KubeCluster:
     def _persist(
         self, command: list[str], again: tuple[str, ...], timeout: float, stdin: str = ""
     ) -> subprocess.CompletedProcess[str]:
-        """As the command ended; run until its errors have none of the words `again`, for PATIENCE at most."""
+        """As the command ended; run until its errors have none of the words `again`, for PATIENCE at most. A command
+        for a cluster of ours comes first, as its API server does: else it gives up while it waits for a core."""
+        command = [*(FIRST if self.name else ()), *command]
         options: Any = {"input": stdin, "capture_output": True, "text": True, "timeout": timeout}
+        options["start_new_session"] = True
         deadline = time.monotonic() + PATIENCE
         while True:
             done = subprocess.run(command, env=self._environment(), check=False, **options)

@@ -6,7 +6,7 @@ import subprocess
 from string import Template
 
 from devcluster import binaries, images, nodes
-from devcluster.control_plane import kubectl
+from devcluster.control_plane import FIRST, kubectl
 from devcluster.settings import NODES, REPOSITORY, SOURCES, Cluster, ClusterError, digest
 from devcluster.supervisor import Supervisor
 
@@ -32,13 +32,14 @@ def helm(cluster: Cluster, *words: str) -> None:
         f"HELM_{kind}_HOME": str(cluster.state / "helm" / kind.lower()) for kind in ("CACHE", "CONFIG", "DATA")
     }
     done = subprocess.run(
-        [str(binaries.path_of("helm")), "--kubeconfig", str(cluster.kubeconfig), *words],
+        [*FIRST, str(binaries.path_of("helm")), "--kubeconfig", str(cluster.kubeconfig), *words],
         env={**os.environ, **homes},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=ROLLOUT_SECONDS,
         check=False,
+        start_new_session=True,
     )
     if done.returncode != 0:
         raise ClusterError(f"helm {' '.join(words)}: {done.stderr.strip()}")

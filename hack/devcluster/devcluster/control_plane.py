@@ -10,8 +10,9 @@ from devcluster import binaries
 from devcluster.settings import NODES, USERS, Cluster, ClusterError
 from devcluster.supervisor import Supervisor, wait_for
 
-# A real control plane has machines of its own. Here it comes before the pods. Else it answers nothing for half a minute
-# when many of them start. Linux shares the processors between sessions (autogroups), and `nice` counts only inside one.
+# A real control plane has machines of its own. Here it and who asks it come before the pods. Else nothing is answered
+# for half a minute when many of them start. Linux shares the processors between sessions (autogroups), and `nice`
+# counts only inside one, so each has a session of its own.
 FIRST = ("sh", "-c", 'echo -10 2>/dev/null >/proc/self/autogroup; exec nice -n -10 "$@"', "first")
 API = ("etcd", "kube-apiserver", "kube-controller-manager")
 
@@ -66,7 +67,7 @@ def write_kubeconfig(cluster: Cluster, user: str, path: Path) -> Path:
 def kubectl(cluster: Cluster, *words: str, stdin: str | None = None, check: bool = True) -> str:
     """kubectl as the administrator, from this machine. Raises: ClusterError with its last words."""
     done = subprocess.run(
-        [str(binaries.path_of("kubectl")), "--kubeconfig", str(cluster.kubeconfig), *words],
+        [*FIRST, str(binaries.path_of("kubectl")), "--kubeconfig", str(cluster.kubeconfig), *words],
         env={**os.environ, "KUBECACHEDIR": str(cluster.kubectl_cache)},
         input=stdin,
         stdin=subprocess.DEVNULL if stdin is None else None,
@@ -74,6 +75,7 @@ def kubectl(cluster: Cluster, *words: str, stdin: str | None = None, check: bool
         text=True,
         timeout=600,
         check=False,
+        start_new_session=True,
     )
     if check and done.returncode != 0:
         raise ClusterError(f"kubectl {' '.join(words)}: {done.stderr.strip()}")
