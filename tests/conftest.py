@@ -1,8 +1,8 @@
 """What all tests share: this file's folder is on sys.path, so that tests/helpers is importable as `helpers`.
 
 `make test` runs four workers of pytest-xdist. Each test file is run by one worker, all that use the cluster with nodes
-by the same one, and all that use API servers by another: these two begin with them. They mostly wait, and leave the
-others the cores."""
+by the same one, and all that use API servers by another. Two workers run these and whole jobs, one after the other, and
+the others the rest beside them (helpers/lanes.py)."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ TOGETHER = {
         *("rollout/test_rollout_sampler.py", "planner/test_server_degrees.py"),
     ),
 }
+# Those that start clusters or whole jobs.
+HEAVY = {"cluster", "own clusters", "api server", "e2e"}
 SHARING = {"cluster", "own clusters", "api server", "nullgpu", *TOGETHER}
 # A test without the mark slow needs half of this at most, beside what it is the first to import or compile.
 FAST_CPU_SECONDS = 1.0
@@ -196,13 +198,13 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hands out files in the order of the tests; those that share something as if they were one file."""
-    from xdist.scheduler import LoadFileScheduling
+    """Those that share something are handed out as if they were one file."""
+    from helpers.lanes import Lanes
 
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            part = part_of(Path(nodeid.partition("::")[0]))
-            return part if part in SHARING else str(super()._split_scope(nodeid))
+    def scope_of(nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        part = part_of(Path(file))
+        return part if part in SHARING else file
 
     config.option.loadscopereorder = False
-    return Scheduling(config, log)
+    return Lanes(config, log, scope_of, lambda scope: (scope if scope in SHARING else part_of(Path(scope))) in HEAVY)
