@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import pytest
 from dovetail.launch.local.launcher import Launcher
 from dovetail.manifest.types import RLHFJob
 from helpers import box_server
-from helpers.agent_jobs import agent_job, write_task
+from helpers.agent_jobs import agent_job
 from helpers.free_ports import free_port
 from helpers.jobs import Watcher, run_job, same_weights, untrained
 from helpers.whole_lines import whole_lines
@@ -110,9 +111,9 @@ def job_with(folder: Path, port: int, lag: int) -> RLHFJob:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_hundred_kills_change_no_weight_and_repeat_no_call(tmp_path: Path, lag: int) -> None:
+def test_a_hundred_kills_change_no_weight_and_repeat_no_call(taught: Path, tmp_path: Path, lag: int) -> None:
     """DOVETAIL_DRILL_KILLS says how many. A run that ends before is followed by another."""
-    write_task(tmp_path)
+    shutil.copytree(taught, tmp_path, dirs_exist_ok=True)
     with served(tmp_path / "peace.log") as server:
         outcome, _ = run_job(job_with(tmp_path, server.port, lag), tmp_path / "peace")
         assert outcome.succeeded, outcome.reason

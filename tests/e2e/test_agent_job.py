@@ -20,9 +20,11 @@ from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.wire import unpack
 from dovetail.tools.run_audit import audit_run
+from dovetail.tools.serving import served_result
 from helpers.agent_jobs import CODE, ITERATIONS, agent_job, write_task
 from helpers.free_ports import free_port
 from helpers.jobs import Fault, Injector, Watcher, history, run_job, same_weights, stored_samples, untrained
+from helpers.vllm_cli import VLLMSpawner
 from helpers.whole_lines import whole_lines
 
 pytestmark = pytest.mark.slow
@@ -138,8 +140,9 @@ def audited(run: Path) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def assert_played_again(job: RLHFJob, iteration: int, *runs: Path) -> None:
-    """The first trained episode of several turns is drawn again from the store, with the run's weights. It is that of
-    the first run that has them: a checkpoint that a death has hindered is not written later."""
+    """The first trained episode of several turns is drawn again from the store, with the run's weights, by a server
+    that has the tests' imports. It is that of the first run that has them: a checkpoint that a death has hindered is
+    not written later."""
     version = job.spec.ppo.weight_version(iteration)
     run = next(run for run in runs if (run / "checkpoints" / f"ppo-{version:06d}").exists())
     store = Store(run)
@@ -149,7 +152,9 @@ def assert_played_again(job: RLHFJob, iteration: int, *runs: Path) -> None:
         store.close()
     key, episode = next((key, each) for key, each in found if each.turns > 1 and not each.discarded)
     words = ["debug", "replay", str(run), "--iteration", str(iteration), "--session", f"{key.prompt}/{key.sample}"]
-    result = CliRunner().invoke(cli, words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served_result, "ExecSpawner", VLLMSpawner)
+        result = CliRunner().invoke(cli, words)
     assert result.exit_code == 0, result.output
     assert result.output.count("drawn again are those of the run") == episode.turns
     assert f"of iteration {iteration} is that of the run: {episode.turns} turns." in result.output
@@ -184,9 +189,9 @@ class Stuck(Boxes):
     ids=["grpo", "grpo with a lag and discards", "gae with discards", "gae with a lag and discards"],
 )
 def test_whatever_dies_the_episodes_and_the_weights_are_the_same(
-    tmp_path: Path, ppo: dict[str, Any], stuck: bool
+    taught: Path, tmp_path: Path, ppo: dict[str, Any], stuck: bool
 ) -> None:
-    write_task(tmp_path)
+    shutil.copytree(taught, tmp_path, dirs_exist_ok=True)
     job = agent_job(tmp_path, **ppo)
     if stuck:
         (tmp_path / "stuck.py").write_text(STUCK)
@@ -253,11 +258,11 @@ def job_of_agents(folder: Path, agent: dict[str, Any], **sessions: Any) -> RLHFJ
 
 
 @pytest.fixture(scope="module")
-def own_agent(tmp_path_factory: pytest.TempPathFactory) -> tuple[RLHFJob, Path]:
+def own_agent(taught: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RLHFJob, Path]:
     """A job of an agent with eight turns and two tools through the SDK of OpenAI, in a sandbox, and the folder of its
     run, which nobody disturbed."""
     folder = tmp_path_factory.mktemp("agent")
-    write_task(folder)
+    shutil.copytree(taught, folder, dirs_exist_ok=True)
     folder.chmod(0o755)
     (folder / "agent.py").write_text(AGENT)
     job = job_of_agents(folder, {"command": [sys.executable, "agent.py"]})
@@ -330,8 +335,8 @@ class Service(Watcher):
 
 
 @pytest.mark.nightly
-def test_agents_of_a_service_train_and_its_death_changes_no_token(tmp_path: Path) -> None:
-    write_task(tmp_path)
+def test_agents_of_a_service_train_and_its_death_changes_no_token(taught: Path, tmp_path: Path) -> None:
+    shutil.copytree(taught, tmp_path, dirs_exist_ok=True)
     runs, services = [tmp_path / "whole", tmp_path / "killed"], list[Service]()
     for hangs, run in enumerate(runs):
         services.append(Service(tmp_path, bool(hangs)))

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+import socket
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dovetail.launch.local.launcher import Launcher
 from dovetail.manifest.types import RLHFJob
-from helpers.agent_jobs import ITERATIONS, agent_job, write_task
+from helpers.agent_jobs import ITERATIONS, agent_job
 from helpers.free_ports import free_port
 from helpers.jobs import Watcher, history, run_job, same_weights, stored_samples, untrained
 from helpers.own_python import installed
+from helpers.patience import PATIENCE
+from helpers.vllm_servers import wait_for
 from helpers.whole_lines import whole_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -88,6 +94,8 @@ class Hub(Watcher):
         self.code, self.ports, self.died = folder / "boxes.py", (free_port(), free_port()), 0
         self.code.write_text(BOXES)
         self.boxes, self.adapter = self.start_boxes(), self.start_adapter()
+        for port in self.ports:  # a job that begins before gives up after six questions
+            wait_for(partial(_listens, port), PATIENCE, f"a server on port {port}")
 
     def start_boxes(self) -> subprocess.Popen[bytes]:
         hangs = ["hangs"] if self.died < self.lives else []
@@ -118,6 +126,12 @@ class Hub(Watcher):
         _kill(self.adapter)
 
 
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
 def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
@@ -130,9 +144,9 @@ def job_with(folder: Path, hub: Hub) -> RLHFJob:
     return RLHFJob.model_validate(document)
 
 
-def test_an_environment_of_openenv_trains_and_its_death_changes_no_token(tmp_path: Path) -> None:
+def test_an_environment_of_openenv_trains_and_its_death_changes_no_token(taught: Path, tmp_path: Path) -> None:
     """An episode whose session died begins anew in another session, with the same tokens."""
-    write_task(tmp_path)
+    shutil.copytree(taught, tmp_path, dirs_exist_ok=True)
     python, runs, hubs = installed(tmp_path, "openenv>=0.10,<0.11"), [tmp_path / "whole", tmp_path / "killed"], []
     for run, lives in zip(runs, (0, 2), strict=True):
         hubs.append(Hub(python, tmp_path, lives))

@@ -1,12 +1,14 @@
-"""Jobs that learn the task of examples/agent.yaml, with a tiny model."""
+"""Jobs that learn the task of examples/agent.yaml, with a tiny model that SFT has taught to call the tool."""
 
 from __future__ import annotations
 
+import fcntl
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
-from helpers.jobs import SMALLER, tiny_job
+from helpers.jobs import SMALLER, run_job, tiny_job
 
 CODE = Path(__file__).parents[2] / "examples" / "agent"
 ITERATIONS = 3
@@ -17,19 +19,56 @@ def write_task(folder: Path) -> None:
     runpy.run_path(str(CODE / "make.py"))["write_task"](folder)
 
 
+def taught_task(shared: Path) -> Path:
+    """A folder in `shared` with the data of the example and an `actor`, a model that SFT has taught the format of its
+    calls. The first of all processes that ask trains it."""
+    made = shared / "taught"
+    with (shared / "taught.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (made / "actor").exists():
+            shutil.rmtree(made, ignore_errors=True)
+            made.mkdir()
+            write_task(made)
+            outcome, _ = run_job(sft_job(made), shared / "teaching")
+            assert outcome.succeeded, outcome.reason
+            (shared / "teaching" / "models" / "sft").rename(made / "actor")
+            shutil.rmtree(shared / "teaching")
+    return made
+
+
+def sft_job(folder: Path) -> Any:
+    """A job that learns the demonstrations in `folder`."""
+    return tiny_job(
+        stages=["sft"],
+        sft={"steps": 100, "batchSize": 32, "microBatchSize": 16, "optimizer": {"learningRate": 5.0e-3}},
+        models={
+            "actor": {"source": {"scratch": {"architecture": "llama", "config": CONFIG}}},
+            "tokenizer": {"path": str(folder / "tokenizer")},
+        },
+        data={
+            "demonstrations": [{"path": str(folder / "demonstrations.jsonl")}],
+            "prompts": [],
+            "preferences": [],
+            "maxPromptTokens": 64,
+            "maxTokens": 192,
+        },
+        groups=[{"name": "trainers", "roles": ["trainer"], "replicas": 1}],
+        checkpoint={"everySteps": 100},
+    )
+
+
 def agent_job(folder: Path, reward: dict[str, Any] | None = None, **ppo: Any) -> Any:
-    """A job that learns the task in `folder`."""
+    """A job whose taught actor learns the task in `folder`."""
     spec: dict[str, Any] = {
         **SMALLER,
-        "sft": {"steps": 100, "batchSize": 32, "microBatchSize": 16, "optimizer": {"learningRate": 5.0e-3}},
-        "stages": ["sft", "ppo"],
+        "stages": ["ppo"],
         "models": {
-            "actor": {"source": {"scratch": {"architecture": "llama", "config": CONFIG}}},
+            "actor": {"source": {"path": str(folder / "actor")}},
             "tokenizer": {"path": str(folder / "tokenizer")},
             "reward": reward or {"function": "boxes:right", "importPath": str(CODE), "workers": 1},
         },
         "data": {
-            "demonstrations": [{"path": str(folder / "demonstrations.jsonl")}],
+            "demonstrations": [],
             "prompts": [{"path": str(folder / "prompts.jsonl")}],
             "preferences": [],
             "maxPromptTokens": 64,
