@@ -18,6 +18,7 @@ from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.jobset import jobset, surplus_jobs
 from dovetail.operator.render.objects import secret, supporting_objects
+from dovetail.operator.render.sandboxes import sandbox_objects
 from dovetail.planner.make_plan import make_plan
 
 FOLDER = Path(__file__).parent / "objects"
@@ -66,8 +67,16 @@ def jobs() -> dict[str, tuple[RLHFJob, OperatorSettings]]:
     classed["metadata"]["namespace"] = "team-a"
     classed["spec"] |= {"class": "cpus", "hub": {"tokenSecret": {"name": "hub"}}}
     classed["spec"]["groups"][0]["podTemplate"] = {"spec": {"nodeSelector": {"pool": "mine", "disk": "fast"}}}
+    sandboxed = yaml.safe_load((EXAMPLES / "quickstart-cluster.yaml").read_text())
+    sandboxed["spec"]["models"]["reward"] = {
+        "function": "dovetail.coordinator.rewards.earned:earned",
+        "code": {"pvc": "team/agents/game"},
+    }
+    sandboxed["spec"]["sessions"] = {"environment": {"function": "game:Game"}, "sandbox": "Pod", "sandboxPods": 2}
+    gvisor = OperatorSettings(sandboxes=True, sandbox_template={"spec": {"runtimeClassName": "gvisor"}})
     return {
         "quickstart": (_job(cluster), OperatorSettings()),
+        "sandboxed": (_job(sandboxed), gvisor),
         "colocated": (_job(colocated), admin),
         "classed": (_job(classed), admin),
     }
@@ -120,6 +129,7 @@ def rendered(job: RLHFJob, settings: OperatorSettings) -> str:
     plan = make_plan(job.spec).model_copy(update={"prediction": None})
     context = RenderContext(job, UID, plan, settings, job_class=given)
     objects = [secret(context, "0" * 64), *supporting_objects(context), jobset(context), *surplus_jobs(context)]
+    objects += sandbox_objects(context, "10.9.8.7")
     return yaml.dump_all(objects, Dumper=_NoAliases, sort_keys=False, width=110)
 
 

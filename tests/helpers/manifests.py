@@ -553,6 +553,14 @@ RULES = [
                 {"sessions": {"agent": {"command": ["a"]}, "effects": "AtMostOnce"}},
                 "spec.sessions.effects has no effect with an agent, whose tools are its own; remove it.",
             ),
+            (
+                {"sessions": {"environment": {"url": "http://a"}, "sandbox": "Pod"}},
+                "spec.sessions.sandbox is Pod, but what has a url runs elsewhere; remove it.",
+            ),
+            (
+                {"sessions": {"environment": {"function": "a:B"}, "sandboxPods": 2}},
+                "spec.sessions.sandboxPods has no effect without sandbox: Pod; remove it.",
+            ),
             ({"stages": ["sft"]}, "spec.sessions has no effect without ppo in spec.stages; remove it."),
             ({"models.reward": {}}, "spec.sessions plays episodes, which no reward model scores; name a function in"),
             ({"generation.stop": ["!"]}, "spec.generation.stop would end turns without the token that the chat"),

@@ -45,7 +45,7 @@ SHARED = {
 # Without the clouds' client libraries, which only look for targets: half the build.
 TAGS = {"promtool": "remove_all_sd"}
 # Built only where they are named: few tests use them, and Kubernetes is compiled in another release for this one.
-ON_REQUEST = {"coscheduling": ["coscheduling"], "cosign": ["cosign"]}
+ON_REQUEST = {"coscheduling": ["coscheduling"], "cosign": ["cosign"], "agent-sandbox": ["agent-sandbox-controller"]}
 CONTROL_PLANE = ("kubernetes",)
 CLUSTER = ("kubernetes", "helm", "containerd", "jobset", "coredns")
 TOOLS = ("helm", "helm-unittest", "kubeconform", "promtool", "versitygw")

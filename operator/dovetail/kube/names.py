@@ -11,6 +11,7 @@ from dovetail.protocol.process.process_names import COORDINATOR
 FIELD_MANAGER = "dovetail-operator"
 MANAGER = "dovetail.dev/operator"  # the default of spec.managedBy
 TOKEN_KEY = "token"  # in the token's Secret
+SANDBOX_KEY = "sandbox"  # in the token's Secret: the token of the sandboxes
 ITERATIONS_KEY = "iterations.json"  # in the history's ConfigMap
 
 INSTANCE_LABEL = "app.kubernetes.io/instance"
@@ -23,6 +24,8 @@ JOB_LABEL = "dovetail.dev/job"
 UID_LABEL = "dovetail.dev/job-uid"
 GROUP_LABEL = "dovetail.dev/group"
 ROLE_LABEL = "dovetail.dev/role"
+# On a sandbox's pod: the job's uid. Such a pod has no label of the job's own pods, with which it has nothing in common.
+SANDBOX_LABEL = "dovetail.dev/sandbox-of"
 SURPLUS_LABEL = "dovetail.dev/surplus"
 JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
 CONTROLLER_UID_LABEL = "batch.kubernetes.io/controller-uid"  # Kubernetes' own label of a Job's pods
@@ -90,6 +93,21 @@ def coordinator_service(job: str) -> str:
 def coordinator_url(job: str, namespace: str) -> str:
     """The URL at which the job's pods reach its coordinator."""
     return f"http://{coordinator_service(job)}.{namespace}.svc:{COORDINATOR_PORT}"
+
+
+def sandbox(job: str, index: int) -> str:
+    """A Sandbox, and its pod."""
+    return f"{job}-sandbox-{index}"
+
+
+def sandbox_policy(job: str) -> str:
+    """The NetworkPolicy of the sandboxes."""
+    return f"{job}-sandbox"
+
+
+def sessions_service(job: str) -> str:
+    """The Service at which sandboxes reach the coordinator. It has an address, so they need no names."""
+    return f"{job}-sessions"
 
 
 def surplus_job(job: str, group: str, index: int) -> str:

@@ -51,6 +51,8 @@ SECRET = Resource("Secret", "", "v1", "secrets", watched=False)
 # This kind is not watched. It is read while a job waits in a queue of Kueue, and made for jobs that MultiKueue sends
 # elsewhere.
 WORKLOAD = Resource("Workload", "kueue.x-k8s.io", "v1beta2", "workloads", watched=False)
+# Pods of kubernetes-sigs/agent-sandbox. This kind is watched only if the chart allows it (`jobs.sandboxes`).
+SANDBOX = Resource("Sandbox", "agents.x-k8s.io", "v1beta1", "sandboxes", watched=False)
 JOBSET = Resource("JobSet", "jobset.x-k8s.io", "v1alpha2", "jobsets")
 JOB = Resource("Job", "batch", "v1", "jobs")
 POD = Resource("Pod", "", "v1", "pods")
@@ -95,4 +97,6 @@ POD_GROUPS: dict[str, Resource] = {
     Gang.VOLCANO: Resource(POD_GROUP, "scheduling.volcano.sh", "v1beta1", "podgroups"),
     Gang.COSCHEDULING: Resource(POD_GROUP, "scheduling.x-k8s.io", "v1alpha1", "podgroups"),
 }
-BY_KIND = {resource.kind: resource for resource in (*CHILDREN, RLHFJOB, RLHFJOB_CLASS, EVENT, NODE, SECRET, WORKLOAD)}
+BY_KIND = {
+    resource.kind: resource for resource in (*CHILDREN, RLHFJOB, RLHFJOB_CLASS, EVENT, NODE, SECRET, WORKLOAD, SANDBOX)
+}

@@ -26,6 +26,7 @@ from dovetail.kube.resources import (
     RLHFJOB_CLASS,
     ROLE,
     ROLE_BINDING,
+    SANDBOX,
     VOLUME_CLAIM,
     Resource,
 )
@@ -42,7 +43,7 @@ from dovetail.operator.cluster.mounts import Mounts
 from dovetail.operator.cluster.multikueue import Dispatch
 from dovetail.operator.cluster.notices import Notices
 from dovetail.operator.cluster.object_cache import Key, ObjectCache, key_of
-from dovetail.operator.cluster.own_objects import KindMissing, NameTaken
+from dovetail.operator.cluster.own_objects import NO_SANDBOX, KindMissing, NameTaken
 from dovetail.operator.cluster.tokens import Tokens
 from dovetail.operator.log import Level, log
 from dovetail.operator.operator_metrics import OperatorMetrics
@@ -77,7 +78,7 @@ from dovetail.operator.reconcile.reconcile import (
 from dovetail.operator.reconcile.refusals import held_up, shared, started_anew
 from dovetail.operator.reconcile.replan import Outlook, honoured, needs, resized, room
 from dovetail.operator.reconcile.rootcause import waiting_pods
-from dovetail.operator.render import spot
+from dovetail.operator.render import sandboxes, spot
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.jobset import claim_names
 from dovetail.operator.status_rate import StatusRate
@@ -93,7 +94,7 @@ FIRST_SYNC_SECONDS = 1.0
 PROCESS_SECONDS = 300.0
 # A role lets the status API read the token, so the operator must have made the token before. A binding is refused
 # before its role exists. Pods come last.
-LATER = {ROLE.kind: 1, ROLE_BINDING.kind: 2, JOBSET.kind: 3, JOB.kind: 3}
+LATER = {ROLE.kind: 1, ROLE_BINDING.kind: 2, JOBSET.kind: 3, JOB.kind: 3, SANDBOX.kind: 3}
 # Only the operator sets this label. Templates, webhooks and other tools write those of app.kubernetes.io.
 OF_JOBS = names.UID_LABEL
 
@@ -129,7 +130,8 @@ class Controller:
         self._mounts = Mounts(client, time.monotonic)
         self._drift = Drift()
         self._status_rate = StatusRate(time.monotonic)
-        self._kinds = (*CHILDREN, *((POD_GROUPS[settings.gang],) if settings.gang in POD_GROUPS else ()))
+        gangs = (POD_GROUPS[settings.gang],) if settings.gang in POD_GROUPS else ()
+        self._kinds = (*CHILDREN, *gangs, *((SANDBOX,) if settings.sandboxes else ()))
         self._missing: set[str] = set()  # kinds that the API server does not have
         self._uids: dict[Key, str] = {}  # of the jobs that were looked at
         self._told: dict[Key, float] = {}  # when the first event came that was not acted on yet
@@ -342,7 +344,7 @@ class Controller:
         goes back to an older version, and the pods would keep their GPUs for ever. Both are read once more, because
         `kubectl delete --cascade=orphan` first takes the owner away, and then the job."""
         for (kind, name), thing in things.objects.items():
-            if kind not in (JOBSET.kind, JOB.kind) or deleting(thing) or not left_by(thing, key[1], uid):
+            if kind not in (JOBSET.kind, JOB.kind, SANDBOX.kind) or deleting(thing) or not left_by(thing, key[1], uid):
                 continue
             job = await self._client.find(KIND, *key)
             found = await self._client.find(kind, key[0], name)
@@ -396,8 +398,12 @@ class Controller:
         if isinstance(planned, PlanRefused):
             return
         context = RenderContext(planned[0], str(document["metadata"]["uid"]), planned[1], self._settings)
-        if any(thing["kind"] == JOBSET.kind for thing in result.apply) and (problem := self._names_shared(document)):
+        begins = any(thing["kind"] == JOBSET.kind for thing in result.apply)
+        if begins and (problem := self._names_shared(document)):
             raise NameTaken(problem, leaving=False)
+        if begins and sandboxes.pods(context.job.spec) and SANDBOX.kind in self._missing:
+            # Not when its pods have taken GPUs.
+            raise KindMissing(NO_SANDBOX)
         grants = any(thing["kind"] in (ROLE.kind, ROLE_BINDING.kind) for thing in result.apply)
         for turn in (0, 1, 2, 3):
             if turn == 1 and (result.token or grants):

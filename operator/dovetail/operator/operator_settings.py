@@ -34,7 +34,8 @@ class OperatorSettings:
     chooses. `notice_taints` are more taints of nodes that will end soon, besides those of `render/spot.py`. `gang` is
     the scheduler that starts a job's pods together (`render/gang.py`). If it is empty, pods start one by one, except in
     jobs in Kueue's queues. `start_timeout_seconds` is for jobs that name none. If it is 0, they wait for ever.
-    `multi_kueue` says whether to make the Workloads of jobs that MultiKueue sends to other clusters."""
+    `multi_kueue` says whether to make the Workloads of jobs that MultiKueue sends to other clusters. `sandboxes` says
+    whether jobs may have Sandboxes, and `sandbox_template` is a strategic merge patch of their pods."""
 
     namespace: str = "dovetail-system"
     namespaces: tuple[str, ...] = ()
@@ -66,6 +67,8 @@ class OperatorSettings:
     gang: str = ""
     start_timeout_seconds: int = 0
     multi_kueue: bool = False
+    sandboxes: bool = False
+    sandbox_template: dict[str, Any] = field(default_factory=dict)
 
     def image_errors(self, spec: RLHFJobSpec) -> list[str]:
         """One sentence for each group of a job whose image is one of these, and has no kernels for the group's GPU."""
@@ -83,7 +86,9 @@ class OperatorSettings:
                 continue
             text = given[name]
             if name == "pod_template":
-                values[name] = _template(Path(text))
+                values[name] = _template(name, f"{text} is", Path(text).read_text(encoding="utf-8"))
+            elif name == "sandbox_template":
+                values[name] = _template(name, "it is", text)
             elif name == "gpu_products":
                 values[name] = _products(text)
             elif name == "metrics_from":
@@ -123,19 +128,20 @@ def _architectures(given: tuple[str, ...]) -> tuple[str, ...]:
     return tuple("sm_{}{}".format(*read_capability(text)) for text in given)
 
 
-def _template(path: Path) -> dict[str, Any]:
-    """The pod template in the YAML file that DOVETAIL_POD_TEMPLATE names."""
+def _template(name: str, what: str, text: str) -> dict[str, Any]:
+    """A pod template in YAML. `what` begins the sentence if it is none."""
+    variable = f"DOVETAIL_{name.upper()}"
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"DOVETAIL_POD_TEMPLATE: {path} is no YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{variable}: {what} no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict):
-        raise ValueError(f"DOVETAIL_POD_TEMPLATE: {path} does not hold an object with metadata and spec")
+        raise ValueError(f"{variable}: {what} no object with metadata and spec")
     # This is imported here, because the planner's process does not need it.
     from dovetail.operator.template_mistakes import first_mistake
 
     if (problem := first_mistake(document, "jobs")) is not None:
-        raise ValueError(f"DOVETAIL_POD_TEMPLATE: {problem}")
+        raise ValueError(f"{variable}: {problem}")
     return document
 
 

@@ -500,11 +500,15 @@ class Sessions(Model):
         "call that cannot be read, or reached a limit of tokens. Zero: it earned 0. Discard: it is not trained. "
         "An episode that the environment or the agent failed is never trained.",
     )
-    sandbox: Annotated[Literal["Bubblewrap", "None"], WHEN_RESUMED] = Field(
+    sandbox: Annotated[Literal["Bubblewrap", "Pod", "None"], WHEN_RESUMED] = Field(
         default="Bubblewrap",
         description="What is around the processes of the environment or the agent. Bubblewrap: no network, no files "
-        "but the system's, Python's and those beside the code, and limits; bwrap must be installed. None: they may do "
-        "what the job may.",
+        "but the system's, Python's and those beside the code, and limits; bwrap must be installed. Pod, on a cluster "
+        "with kubernetes-sigs/agent-sandbox: pods of their own, which reach the job's routes for them and nothing "
+        "else. None: they may do what the job may.",
+    )
+    sandbox_pods: Annotated[int, WHEN_RESUMED] = Field(
+        default=1, ge=1, le=64, description="Number of pods with sandbox: Pod. Each has many processes."
     )
 
     @property

@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError, request, watch
-from dovetail.kube.resources import BY_KIND, JOB, JOBSET, SECRET, WORKLOAD, Resource
+from dovetail.kube.resources import BY_KIND, JOB, JOBSET, SANDBOX, SECRET, WORKLOAD, Resource
 from dovetail.operator.log import log
 
 Object = dict[str, Any]
@@ -105,7 +105,9 @@ class Client:
         fields of pods that it does not know. Otherwise it would drop them, and a misspelt nodeSelector would have no
         effect."""
         resource, metadata = self._kinds[thing["kind"]], thing["metadata"]
-        query = {"fieldManager": _MANAGER} | ({"fieldValidation": "Strict"} if resource in (JOBSET, JOB) else {})
+        query = {"fieldManager": _MANAGER} | (
+            {"fieldValidation": "Strict"} if resource in (JOBSET, JOB, SANDBOX) else {}
+        )
         return await self._call("POST", resource.path(metadata["namespace"]), query, thing)
 
     async def apply(self, thing: Mapping[str, Any], uid: str) -> Object:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dovetail.kube.connection import KubeError
 from dovetail.kube.names import EARLIER_FOLDERS, FOLDER
 from dovetail.kube.owners import controlled_by, kept_for, labelled_for, left_by
-from dovetail.kube.resources import JOBSET, POD, POD_GROUP, VOLUME_CLAIM
+from dovetail.kube.resources import JOBSET, POD, POD_GROUP, SANDBOX, VOLUME_CLAIM
 from dovetail.operator.cluster.client import Client, Object
 from dovetail.operator.log import log
 from dovetail.operator.reconcile.refusals import left_over, taken
@@ -18,6 +18,12 @@ from dovetail.operator.render.volume_claim import claim_metadata
 MOST_FOLDERS = 20  # the maximum number of folders of earlier jobs that a claim names
 _FOLDER = re.compile(r"[A-Za-z0-9][-A-Za-z0-9._]{0,127}")  # as in spec.storage.folder
 NO_JOBSET = f"the cluster has no {JOBSET.kind} ({JOBSET.api_version}); install the JobSet controller"
+
+
+NO_SANDBOX = (
+    f"spec.sessions.sandbox is Pod, and the cluster has no {SANDBOX.kind} ({SANDBOX.api_version}); install "
+    "kubernetes-sigs/agent-sandbox"
+)
 
 
 class KindMissing(KubeError):
@@ -54,6 +60,8 @@ async def create(client: Client, thing: Object, context: RenderContext) -> Objec
     except KubeError as error:
         if error.status == 404 and thing["kind"] == JOBSET.kind:
             raise KindMissing(NO_JOBSET) from error
+        if error.status == 404 and thing["kind"] == SANDBOX.kind:
+            raise KindMissing(NO_SANDBOX) from error
         if error.status == 404 and thing["kind"] == POD_GROUP:
             lacking = f"the cluster has no {POD_GROUP} ({thing['apiVersion']})"
             raise KindMissing(f"{lacking}; install that scheduler, or change jobs.gangScheduler") from error

@@ -13,7 +13,17 @@ from typing import Any
 
 from dovetail.kube import names
 from dovetail.kube.owners import controlled_by
-from dovetail.kube.resources import CONFIG_MAP, DISRUPTION_BUDGET, JOB, JOBSET, NETWORK_POLICY, POD, VOLUME_CLAIM
+from dovetail.kube.resources import (
+    CONFIG_MAP,
+    DISRUPTION_BUDGET,
+    JOB,
+    JOBSET,
+    NETWORK_POLICY,
+    POD,
+    SANDBOX,
+    SERVICE,
+    VOLUME_CLAIM,
+)
 from dovetail.manifest.job_class import RLHFJobClass
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.status import GroupStatus, RLHFJobStatus
@@ -25,6 +35,7 @@ from dovetail.operator.reconcile.children import (
     Object,
     Ref,
     changed_at,
+    condition,
     deleting,
     images,
     is_gone,
@@ -43,6 +54,7 @@ from dovetail.operator.reconcile.disruption import Disruption, Taking, lasting, 
 from dovetail.operator.reconcile.drift import Drift, look_at
 from dovetail.operator.reconcile.plans import publish
 from dovetail.operator.reconcile.replan import Outlook
+from dovetail.operator.render import sandboxes
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.jobset import class_labels, jobset, pods_changed, surplus_jobs
 from dovetail.operator.render.objects import WITH_PODS, lifted, supporting_objects, while_pods_live
@@ -182,9 +194,15 @@ def _reconcile(seen: Seen, now: datetime) -> Reconciled:
 def refused(
     job: RLHFJob, job_class: RLHFJobClass | PlanRefused | None, settings: OperatorSettings
 ) -> PlanRefused | None:
-    """Why a job that has a plan gets no pods: its class, or an image without kernels for its GPUs."""
+    """Why a job that has a plan gets no pods: its class, its sandboxes, or an image without kernels for its GPUs."""
     if isinstance(job_class, PlanRefused):
         return job_class
+    if sandboxes.pods(job.spec) and not settings.sandboxes:
+        return PlanRefused(
+            reasons.INVALID_SPEC,
+            "spec.sessions.sandbox is Pod, which this operator may not make; ask the administrator for the chart's "
+            "jobs.sandboxes.enabled, or write Bubblewrap or None",
+        )
     errors = settings.image_errors(job.spec if job_class is None else job_class.given_to(job.spec))
     return PlanRefused(reasons.INVALID_SPEC, " ".join(errors)) if errors else None
 
@@ -241,13 +259,13 @@ class _Reconciler:
             self._say_stopped(reasons.CREATING, "")
             self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
             apply.append(jobset(self._context))
-            return self._result(apply=apply, delete=self._surplus_gone(), token=True)
+            return self._result(apply=apply, delete=_beside(self._children), token=True)
         if (self._changed(self._jobset) or self._moved(self._jobset)) and not deleting(self._jobset):
             # It was changed while it was suspended for so short a time that its old pods still exist, or while it waits
             # in a queue.
             self._say_stopped(reasons.CREATING, "the pods are made anew from the changed manifest")
             self._requeue.append(AGAIN_SECONDS)
-            return self._result(apply=apply, delete=[*self._surplus_gone(), (JOBSET.kind, self._context.name)])
+            return self._result(apply=apply, delete=[*_beside(self._children), (JOBSET.kind, self._context.name)])
         if _waits(self._jobset) or deleting(self._jobset):
             return self._queued(apply)
         self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
@@ -255,7 +273,9 @@ class _Reconciler:
         if (hopeless := self._waits_in_vain(self._jobset)) is not None:
             return self._requeued(apply, hopeless)
         more, less = self._surplus()
-        return self._result(apply=apply + more, delete=[*less, *self._leaving(), *self._anew()], token=True)
+        boxes, over = self._sandboxes()
+        delete = [*less, *over, *self._leaving(), *self._anew()]
+        return self._result(apply=[*apply, *more, *boxes], delete=delete, token=True)
 
     # ------------------------------------------------------------ states
 
@@ -272,7 +292,7 @@ class _Reconciler:
         stages = ", ".join(self._context.job.spec.stages)
         self._end("Completed", reasons.COMPLETED, f"all stages are done: {stages}")
         self._conditions.set("Degraded", False, reasons.AS_EXPECTED)
-        return self._result(delete=self._surplus_gone())
+        return self._result(delete=_beside(self._children))
 
     def _failed(self, problem: PlanRefused) -> Reconciled:
         self._say_health(progress.last_health(self._children))
@@ -280,8 +300,8 @@ class _Reconciler:
         self._end("Failed", problem.reason, problem.message)
         if _was_sent(self._seen.document):
             self._requeue.append(SENT_SECONDS)
-            return self._result(delete=self._surplus_gone())
-        return self._result(delete=[*self._surplus_gone(), *_unfinished(self._jobset)])
+            return self._result(delete=_beside(self._children))
+        return self._result(delete=[*_beside(self._children), *_unfinished(self._jobset)])
 
     def _end(self, kind: Any, reason: str, message: str) -> None:
         self._conditions.set(kind, True, reason, message)
@@ -296,7 +316,7 @@ class _Reconciler:
         self._conditions.set("Suspended", True, reasons.SUSPENDED, "spec.suspend is true")
         self._say_stopped(reasons.STOPPED, "spec.suspend is true")
         gone = [] if self._jobset is None or deleting(self._jobset) else [(JOBSET.kind, self._context.name)]
-        return self._result(apply=self._supporting_objects(), delete=[*self._surplus_gone(), *gone])
+        return self._result(apply=self._supporting_objects(), delete=[*_beside(self._children), *gone])
 
     def _queued(self, apply: list[Object]) -> Reconciled:
         assert self._jobset is not None
@@ -316,7 +336,7 @@ class _Reconciler:
             if queue:
                 self._requeue.append(self._look_again_in_queue())
             self._say_stopped(reasons.STOPPED, why)
-        return self._result(apply=apply, delete=self._surplus_gone(), token=True)
+        return self._result(apply=apply, delete=_beside(self._children), token=True)
 
     def _waits_in_vain(self, jobset: Object) -> Object | None:
         """The trainer or coordinator that was disrupted and finds no node, if the rest of the job holds GPUs that
@@ -335,7 +355,7 @@ class _Reconciler:
         why = f"training cannot go on: {held.sentence if held else pod['metadata']['name']}; the job waits again"
         self._conditions.set("Disrupted", False, reasons.REQUEUED, why)
         self._say_stopped(reasons.CREATING, why)
-        return self._result(apply=apply, delete=[*self._surplus_gone(), (JOBSET.kind, self._context.name)])
+        return self._result(apply=apply, delete=[*_beside(self._children), (JOBSET.kind, self._context.name)])
 
     def _look_again_in_queue(self) -> float:
         """The seconds until the operator asks again why the job waits for its quota. It may wait for days."""
@@ -373,7 +393,7 @@ class _Reconciler:
             self._conditions.set("Scheduled", False, cause.reason, told)
         else:
             self._conditions.set("Scheduled", False, reasons.CREATING, f"{scheduled} of {expected} pods have nodes")
-        doing = progress.download(self._seen.reported or {})
+        doing = "; ".join(filter(None, (progress.download(self._seen.reported or {}), self._sandboxes_told())))
         if ready >= expected:
             message = "; ".join(filter(None, (f"{expected} pods are ready", doing)))
             self._conditions.set("Running", True, reasons.ALL_READY, message)
@@ -587,16 +607,44 @@ class _Reconciler:
     def _surplus(self) -> tuple[list[Object], list[Ref]]:
         """The surplus rollouts to create and to delete. They start once the coordinator runs, so that they take no GPU
         that the job needs to start."""
-        pod = progress.coordinator_pod(Children({(POD.kind, p["metadata"]["name"]): p for p in live(self._pods)}))
-        if pod is None or pod.get("status", {}).get("phase") != "Running":
+        if not self._may_add():
             return [], []
         jobs = self._children.jobs(surplus=True)
-        if isinstance(self._seen.job_class, PlanRefused):
-            return [], []
         wanted = {j["metadata"]["name"]: j for j in surplus_jobs(self._context)}
         there = {j["metadata"]["name"] for j in jobs}
         again = {name for j in jobs if (name := j["metadata"]["name"]) in wanted and self._starts_anew(j)}
         return [j for name, j in wanted.items() if name not in there], self._surplus_gone(keep=set(wanted) - again)
+
+    def _may_add(self) -> bool:
+        """Whether the coordinator runs, and the class is known."""
+        pod = progress.coordinator_pod(Children({(POD.kind, p["metadata"]["name"]): p for p in live(self._pods)}))
+        runs = pod is not None and pod.get("status", {}).get("phase") == "Running"
+        return runs and not isinstance(self._seen.job_class, PlanRefused)
+
+    def _sandboxes(self) -> tuple[list[Object], list[Ref]]:
+        """The sandboxes' objects to create or correct, and the Sandboxes whose pod has ended for good, which are made
+        anew."""
+        if not self._may_add():
+            return [], []
+        there = self._children.get(SERVICE.kind, names.sessions_service(self._context.name))
+        address = (there or {}).get("spec", {}).get("clusterIP")
+        found = list[Object]()
+        for thing in sandboxes.sandbox_objects(self._context, address):
+            was = self._children.get(thing["kind"], thing["metadata"]["name"])
+            same = was is not None and (
+                thing["kind"] == SANDBOX.kind or matches(thing, was) or self._seen.drift.settled(thing, was)
+            )
+            found += [] if same else [thing]
+        over = [box for box in self._children.of(SANDBOX.kind) if is_true(box, "Finished") and not deleting(box)]
+        return found, [(SANDBOX.kind, str(box["metadata"]["name"])) for box in over]
+
+    def _sandboxes_told(self) -> str:
+        """Why a sandbox is not ready."""
+        for box in self._children.of(SANDBOX.kind):
+            if not is_true(box, "Ready"):
+                said = (condition(box, "Ready") or {}).get("message") or "agent-sandbox has not said why"
+                return f"sandbox {box['metadata']['name']} is not ready: {said}"
+        return ""
 
     def _starts_anew(self, job: Object) -> bool:
         """Whether the Job of a surplus rollout is replaced, so that the rollout works again at once. The Job itself
@@ -646,7 +694,7 @@ class _Reconciler:
         """The names of the groups that only generate."""
         return {group.name for group in self._context.job.spec.groups if Role.TRAINER not in group.roles}
 
-    def _surplus_gone(self, keep: set[str] = frozenset()) -> list[Ref]:  # type: ignore[assignment]
+    def _surplus_gone(self, keep: set[str]) -> list[Ref]:
         jobs = [j for j in self._children.jobs(surplus=True) if not deleting(j)]
         return [(JOB.kind, name) for j in jobs if (name := j["metadata"]["name"]) not in keep]
 
@@ -692,7 +740,7 @@ def _again(seen: Seen, conditions: Conditions, status: RLHFJobStatus) -> Reconci
     """Handle a failed job that its user tries again. It stays failed until its old pods are gone. Then it starts like a
     new job. Its files stay, so it resumes from its last checkpoint."""
     old = old_status(seen.document)
-    delete = [(JOB.kind, j["metadata"]["name"]) for j in seen.children.jobs(surplus=True) if not deleting(j)]
+    delete = _beside(seen.children)
     if (jobset := _jobset(seen)) is not None:
         delete += [] if deleting(jobset) else [(JOBSET.kind, str(jobset["metadata"]["name"]))]
         return Reconciled(old, delete=delete, requeue=AGAIN_SECONDS)
@@ -709,7 +757,7 @@ def _again(seen: Seen, conditions: Conditions, status: RLHFJobStatus) -> Reconci
 def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Reconciled:
     """Handle a job that is over. Nothing is created. A finished JobSet stays for its logs until the job is deleted. An
     unfinished one is deleted, because it holds GPUs."""
-    delete = [(JOB.kind, j["metadata"]["name"]) for j in seen.children.jobs(surplus=True) if not deleting(j)]
+    delete = _beside(seen.children)
     unfinished = _unfinished(_jobset(seen))
     ended = status.completion_time
     if _was_sent(seen.document):
@@ -725,6 +773,12 @@ def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Reconcil
     left = int(ttl) - (now - ended).total_seconds()
     requeue = min(max(0.1, left), LATEST_SECONDS) if left > 0 else None
     return Reconciled(status, delete=delete, requeue=requeue, expired=left <= 0)
+
+
+def _beside(children: Children) -> list[Ref]:
+    """What makes pods beside the JobSet: Jobs of surplus rollouts, and Sandboxes."""
+    found = [*children.jobs(surplus=True), *children.of(SANDBOX.kind)]
+    return [(str(thing["kind"]), str(thing["metadata"]["name"])) for thing in found if not deleting(thing)]
 
 
 def _may_return(pod: Object) -> bool:
@@ -751,8 +805,7 @@ def _refused(
     delete, jobset = list[Ref](), _jobset(seen)
     if jobset is not None and (seen.document.get("spec") or {}).get("suspend") is True:
         conditions.set("Suspended", True, reasons.SUSPENDED, "spec.suspend is true")
-        surplus = [j for j in seen.children.jobs(surplus=True) if not deleting(j)]
-        delete = [(JOB.kind, str(j["metadata"]["name"])) for j in surplus]
+        delete = _beside(seen.children)
         delete += [] if deleting(jobset) else [(JOBSET.kind, str(jobset["metadata"]["name"]))]
     status = status.model_copy(update={"conditions": conditions.result()})
     requeue = None

@@ -22,6 +22,7 @@ from dovetail.kube.resources import (
 )
 from dovetail.manifest.describe.crd import GROUP, PLURAL
 from dovetail.manifest.types import Role
+from dovetail.operator.render import sandboxes
 from dovetail.operator.render.config_map import config_map
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.gang import pod_group
@@ -37,7 +38,8 @@ def secret(context: RenderContext, token: str) -> Object:
         "metadata": context.metadata(names.token_secret(context.name), "token"),
         "type": "Opaque",
         "immutable": True,
-        "stringData": {names.TOKEN_KEY: token},
+        "stringData": {names.TOKEN_KEY: token}
+        | ({names.SANDBOX_KEY: env.sandbox_token(token)} if sandboxes.pods(context.job.spec) else {}),
     }
 
 
@@ -105,7 +107,8 @@ def network_policy(context: RenderContext) -> Object:
     """Says who may connect to which ports of the job's pods. The pods reach each other on all ports. The operator and
     the status API reach the coordinator. Those that `OperatorSettings.metrics_from` names reach the ports that serve
     metrics. If it names nobody, nobody else reaches the pods. A service that plays episodes reaches the port at which
-    it asks for turns, with a key for each. The pods connect to each other, and to what `OperatorSettings.egress`
+    it asks for turns, with a key for each, and so do the
+    job's sandboxes. The pods connect to each other, and to what `OperatorSettings.egress`
     names. If it is None, they connect to anything."""
     mine = {"matchLabels": {names.JOB_LABEL: context.name}}
     dovetail = {
@@ -125,6 +128,8 @@ def network_policy(context: RenderContext) -> Object:
     sessions = context.job.spec.sessions
     if sessions is not None and sessions.agent is not None and sessions.agent.url is not None:
         ingress.append({"ports": [_tcp(env.AGENTS_PORT)]})
+    if sandboxes.pods(context.job.spec):
+        ingress.append({"from": [sandboxes.peers(context)], "ports": [_tcp(env.AGENTS_PORT)]})
     spec: Object = {"podSelector": mine, "policyTypes": ["Ingress"], "ingress": ingress}
     if context.settings.egress is not None:
         egress = [{"to": [{"podSelector": mine}]}, *context.settings.egress]

@@ -22,6 +22,11 @@ GRACE_SECONDS = 45
 GPU_CLAIM = "gpus"  # in a pod that gets its GPUs through a claim
 # The writable folders of a read-only root. The caches of Hugging Face, vLLM, Triton and torch.inductor are below HOME.
 HOME = "/tmp"
+CONTAINER_SECURITY = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "readOnlyRootFilesystem": True,
+}
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 HUB_TOKEN = "HF_TOKEN"  # huggingface_hub and datasets read it
 
@@ -31,7 +36,7 @@ def coordinator_pod(context: RenderContext) -> Object:
     port = env.COORDINATOR_PORT
     spec = context.job.spec
     container = _container(context, image(context, None), COORDINATOR_MODULE)
-    container["env"] += [_value(env.NAME, COORDINATOR), _value(env.PORT, port)]
+    container["env"] += [variable(env.NAME, COORDINATOR), variable(env.PORT, port)]
     if (secret := spec.hub.token_secret) is not None:
         reference = {"name": secret.name, "key": secret.key}
         container["env"].append({"name": HUB_TOKEN, "valueFrom": {"secretKeyRef": reference}})
@@ -63,10 +68,10 @@ def group_pod(context: RenderContext, group: Group, index: int | None = None) ->
     container = _container(context, image(context, group), POD_MODULE)
     annotation = names.REPLICA_ANNOTATION if comes_and_goes(group) else names.INDEX_ANNOTATION
     where: Object = {"fieldPath": f"metadata.annotations['{annotation}']"}
-    number = {"name": env.INDEX, "valueFrom": {"fieldRef": where}} if index is None else _value(env.INDEX, index)
-    container["env"] += [number, _value(env.GROUP, group.name)]
+    number = {"name": env.INDEX, "valueFrom": {"fieldRef": where}} if index is None else variable(env.INDEX, index)
+    container["env"] += [number, variable(env.GROUP, group.name)]
     if index is not None:
-        container["env"].append(_value(env.SURPLUS, 1))
+        container["env"].append(variable(env.SURPLUS, 1))
     container["ports"] = []
     # The coordinator gives rollouts no more work, and others continue their samples. Trainers write a checkpoint.
     container["lifecycle"] = {"preStop": {"exec": {"command": ["python", "-P", "-m", POD_MODULE, "--drain"]}}}
@@ -189,16 +194,16 @@ def _container(context: RenderContext, image: str, module: str) -> Object:
         "image": image,
         "command": ["python", "-P", "-m", module],
         "env": [
-            _value(env.JOB, job),
-            _value(env.RUN_DIR, names.run_dir(context.job, context.uid)),
-            _value(env.CONFIG_DIR, names.CONFIG_MOUNT),
-            _value(env.COORDINATOR, names.coordinator_url(job, context.namespace)),
+            variable(env.JOB, job),
+            variable(env.RUN_DIR, names.run_dir(context.job, context.uid)),
+            variable(env.CONFIG_DIR, names.CONFIG_MOUNT),
+            variable(env.COORDINATOR, names.coordinator_url(job, context.namespace)),
             {"name": env.TOKEN, "valueFrom": {"secretKeyRef": secret}},
             {"name": env.HOST, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            _value("HOME", HOME),
-            _value("USER", "dovetail"),  # the image has no entry for this user's number
-            _value("PYTHONUNBUFFERED", 1),
-            _value("TOKENIZERS_PARALLELISM", "false"),
+            variable("HOME", HOME),
+            variable("USER", "dovetail"),  # the image has no entry for this user's number
+            variable("PYTHONUNBUFFERED", 1),
+            variable("TOKENIZERS_PARALLELISM", "false"),
         ],
         "volumeMounts": [
             {"name": "files", "mountPath": names.VOLUME_MOUNT},
@@ -207,11 +212,7 @@ def _container(context: RenderContext, image: str, module: str) -> Object:
             *_claim_mounts(context, claims(context.job.spec)),
             *([{"name": "hub-cache", "mountPath": names.HUB_MOUNT, "readOnly": True}] if _cache(context) else []),
         ],
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
+        "securityContext": CONTAINER_SECURITY,
         # A process that dies leaves its last line here. Without one, it is the end of its log. The job's status quotes
         # it.
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -242,7 +243,7 @@ def _template(
             "enableServiceLinks": False,
             "restartPolicy": "Never",  # its Job replaces it, so that exit codes can decide whether to
             "terminationGracePeriodSeconds": GRACE_SECONDS,
-            "securityContext": _security(context.settings.pod_user),
+            "securityContext": security(context.settings.pod_user),
             "containers": [container],
             "volumes": volumes,
             **more,
@@ -284,14 +285,14 @@ def _key(secret: str, name: str) -> Object:
     return {"name": name, "valueFrom": {"secretKeyRef": reference}}
 
 
-def _security(user: int) -> Object:
+def security(user: int) -> Object:
     """The security context. All images run as the same user, because all pods write the job's files. It is not root. If
     `user` is 0, the platform chooses the user for the namespace."""
     fixed = {"runAsUser": user, "runAsGroup": user, "fsGroup": user, "fsGroupChangePolicy": "OnRootMismatch"}
     return {"runAsNonRoot": True, **(fixed if user else {}), "seccompProfile": {"type": "RuntimeDefault"}}
 
 
-def _value(name: str, value: object) -> Object:
+def variable(name: str, value: object) -> Object:
     return {"name": name, "value": str(value)}
 
 

@@ -1,9 +1,10 @@
 """The process around an agent: `python -P -m dovetail.coordinator.sessions.agent_worker PARENT`.
 
-The first request (`user_requests`) is {"limited"}, and is answered with {}. The other one is {"command", "folder",
-"record", "key", "socket"}. The command gets the record on its input, and reaches the routes behind the Unix socket at
-OPENAI_BASE_URL, also where there is no network. When it has ended, the answer is {"exit": code, "said": last line of
-stderr}, or {"refused": sentence} if it cannot be started."""
+The first request (`user_requests`) is {"limited", "nobody"}, and is answered with {}. The other one is {"command",
+"folder", "record", "key", "socket"}. The command gets the record on its input, and reaches the routes at
+OPENAI_BASE_URL: those behind the Unix socket, also where there is no network, or without a socket those of the
+coordinator. When it has ended, the answer is {"exit": code, "said": last line of stderr}, or {"refused": sentence} if
+it cannot be started."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from typing import Any
 
 from dovetail.coordinator.user_code.sandbox import limit_this_process
 from dovetail.coordinator.user_code.user_requests import Answer, Reply, answer_requests, one_line
+from dovetail.protocol.process import env
 from dovetail.protocol.process.endings import die_with_parent
 from dovetail.protocol.process.inheritance import on_this_machine
 
@@ -26,15 +28,17 @@ _OUTPUT_SECONDS = 2.0
 
 def _load(order: Mapping[str, Any]) -> tuple[Answer, Reply]:
     if order["limited"]:
-        limit_this_process()
+        limit_this_process(order["nobody"])
     return (lambda request, loop: loop.run_until_complete(_run(request))), {}
 
 
 async def _run(request: Mapping[str, Any]) -> Reply:
-    server = await asyncio.start_server(partial(_relay, request["socket"]), "127.0.0.1", 0)
-    port, command = server.sockets[0].getsockname()[1], request["command"]
+    command, url = request["command"], os.environ.get(env.COORDINATOR, "")
+    if request["socket"] is not None:
+        server = await asyncio.start_server(partial(_relay, request["socket"]), "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-    own = {"PATH": path, "OPENAI_BASE_URL": f"http://127.0.0.1:{port}/v1", "OPENAI_API_KEY": request["key"]}
+    own = {"PATH": path, "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": request["key"]}
     # A pipe of asyncio's own would have the exit wait for all that the agent has started.
     reading, writing = os.pipe()
     try:

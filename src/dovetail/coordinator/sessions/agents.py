@@ -26,7 +26,8 @@ from dovetail.coordinator.sessions.chat_routes import MODEL, ChatRoutes
 from dovetail.coordinator.sessions.effects import Failed
 from dovetail.coordinator.sessions.http_environment import Tries, Unanswered
 from dovetail.coordinator.user_code.sandbox import Sandbox
-from dovetail.coordinator.user_code.user_process import START_SECONDS, Gone, UserProcess
+from dovetail.coordinator.user_code.sandbox_pods import NoSandbox, SandboxPods
+from dovetail.coordinator.user_code.user_process import START_SECONDS, Gone, UserProcess, limits
 from dovetail.manifest.training_types import SessionAgent
 from dovetail.protocol.http.client_session import client_session
 from dovetail.protocol.http.serving import Runner
@@ -35,6 +36,8 @@ FIELD = "spec.sessions.agent.url"
 # The time that a service may take to accept a connection.
 CONNECT_SECONDS = 30.0
 _SAID_BYTES = 4096
+# A program whose pod was lost begins so often. It gets the answers that it had, as long as it asks the same.
+BEGUN = 3
 
 
 class CommandAgents:
@@ -44,16 +47,21 @@ class CommandAgents:
     # They have tools of their own.
     tools: Tools = ()
 
-    def __init__(self, given: SessionAgent, folder: Path, sandbox: Sandbox | None, routes: ChatRoutes) -> None:
+    def __init__(
+        self, given: SessionAgent, folder: Path, sandbox: Sandbox | SandboxPods | None, routes: ChatRoutes
+    ) -> None:
         assert given.command is not None
         self._command, self._seconds = given.command, given.timeout_seconds
         self._folder, self._sandbox, self._routes = folder, sandbox, routes
         self._runner: Runner | None = None
-        self._socket = Path()
+        self._socket: Path | None = None
 
     async def open(self) -> None:
         """Serve the routes. It may be called again. Raises ValueError with one sentence."""
         if self._runner is not None:
+            return
+        if isinstance(self._sandbox, SandboxPods):
+            await self._sandbox.open(self._routes.app(self._sandbox.routes()))
             return
         if self._sandbox is not None:
             await self._sandbox.check("agent")
@@ -75,28 +83,46 @@ class CommandAgents:
 
     async def close(self) -> None:
         """Serve no more. Episodes end their own commands."""
+        if isinstance(self._sandbox, SandboxPods):
+            await self._sandbox.close()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        if self._socket is not None:
             shutil.rmtree(self._socket.parent, ignore_errors=True)
 
     async def _run(self, record: Mapping[str, Any], key: str) -> None:
-        """Run the command to its end. Raises Failed if it ends badly. When this is cancelled, it is killed."""
-        process = await UserProcess.start(agent_worker.__name__, self._sandbox)
+        """Run the command to its end. It begins anew if its pod was lost. Raises Failed if it ends badly. When this is
+        cancelled, it is killed."""
+        begun = 1
+        while (lost := await self._lost(record, key)) is not None:
+            if begun == BEGUN:
+                raise Failed(f"the agent {lost}, {BEGUN} times")
+            begun += 1
+
+    async def _lost(self, record: Mapping[str, Any], key: str) -> str | None:
+        """Run the command once. How its pod was lost, as a verb phrase. None if it has ended well."""
+        try:
+            process = await UserProcess.start(agent_worker.__name__, self._sandbox)
+        except NoSandbox as error:
+            raise Failed(str(error)) from error
         request = {
             "command": self._command,
             "folder": str(self._folder),
             "record": record,
             "key": key,
-            "socket": str(self._socket),
+            "socket": None if self._socket is None else str(self._socket),
         }
         try:
-            await process.ask({"limited": self._sandbox is not None}, START_SECONDS)
+            await process.ask(limits(self._sandbox), START_SECONDS)
             reply = await process.ask(request, None)
         except TimeoutError:
             raise Failed(f"the agent's process did not start within {START_SECONDS:.0f} s") from None
         except Gone:
-            raise Failed(f"the agent {(await process.how_it_ended())[0]}") from None
+            how = (await process.how_it_ended())[0]
+            if process.lost:
+                return how
+            raise Failed(f"the agent {how}") from None
         finally:
             await process.end()
         if "refused" in reply:
@@ -104,6 +130,7 @@ class CommandAgents:
         if code := reply["exit"]:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             raise Failed(f"the agent {how}" + f": {reply['said']}" * bool(reply["said"]))
+        return None
 
 
 class ServiceAgents:

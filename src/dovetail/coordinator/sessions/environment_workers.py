@@ -16,7 +16,8 @@ from dovetail.coordinator.sessions import environment_worker
 from dovetail.coordinator.sessions.bridge import Tools
 from dovetail.coordinator.sessions.effects import EpisodeLost, Failed, MayBeMade, ToolCall
 from dovetail.coordinator.user_code.sandbox import Sandbox
-from dovetail.coordinator.user_code.user_process import START_SECONDS, Gone, UserProcess
+from dovetail.coordinator.user_code.sandbox_pods import NoSandbox, SandboxPods
+from dovetail.coordinator.user_code.user_process import START_SECONDS, Gone, UserProcess, limits
 
 FIELD = "spec.sessions.environment.function"
 _T = TypeVar("_T")
@@ -33,7 +34,7 @@ class EnvironmentCode:
     workers: int
     seconds: float
     repeatable: bool
-    sandbox: Sandbox | None
+    sandbox: Sandbox | SandboxPods | None
 
 
 @dataclass(eq=False)
@@ -86,7 +87,9 @@ class EnvironmentWorkers:
         """Import the class in a first process. It may be called again. Raises ValueError with one sentence."""
         if self._tools is not None:
             return
-        if self.code.sandbox is not None:
+        if isinstance(self.code.sandbox, SandboxPods):
+            await self.code.sandbox.open()
+        elif self.code.sandbox is not None:
             await self.code.sandbox.check("environment")
         try:
             worker = await self._place()
@@ -100,7 +103,7 @@ class EnvironmentWorkers:
             raise ValueError(f"{FIELD}: its process ended before it described the tools of {self.code.name}") from None
         finally:
             # What describes tools takes half a gigabyte. Processes that make calls don't import it.
-            await self.close()
+            await self._end_all()
         if "refused" in reply:
             raise ValueError(f"{FIELD}: {reply['refused']}")
         self._tools = reply["tools"]
@@ -113,6 +116,11 @@ class EnvironmentWorkers:
 
     async def close(self) -> None:
         """End all processes."""
+        await self._end_all()
+        if isinstance(self.code.sandbox, SandboxPods):
+            await self.code.sandbox.close()
+
+    async def _end_all(self) -> None:
         for worker in self._workers:
             worker.died = worker.died or "was ended"
             await worker.process.end()
@@ -177,10 +185,12 @@ class EnvironmentWorkers:
 
     async def _start(self) -> _Worker:
         code = self.code
-        worker = _Worker(await UserProcess.start(environment_worker.__name__, code.sandbox))
+        try:
+            worker = _Worker(await UserProcess.start(environment_worker.__name__, code.sandbox))
+        except NoSandbox as error:
+            raise Failed(str(error)) from error
         self._workers.append(worker)
-        limited = code.sandbox is not None
-        order = {"name": code.name, "field": FIELD, "folder": str(code.folder), "limited": limited}
+        order = {"name": code.name, "field": FIELD, "folder": str(code.folder), **limits(code.sandbox)}
         try:
             reply = await worker.process.ask(order, START_SECONDS)
         except TimeoutError:

@@ -17,16 +17,21 @@ from dovetail.coordinator.sessions.http_environment import HttpEnvironment
 from dovetail.coordinator.sessions.play import Environment, Player
 from dovetail.coordinator.store.tool_calls import ToolCalls
 from dovetail.coordinator.user_code.sandbox import Sandbox
+from dovetail.coordinator.user_code.sandbox_pods import SandboxPods
 from dovetail.manifest.training_types import Sessions
 from dovetail.manifest.types import RLHFJobSpec
+from dovetail.protocol.process.env import sandbox_token
 
 
 class Places(NamedTuple):
-    """Where a job has its code and its run, and the port at which agents elsewhere ask, or 0 for any."""
+    """Where a job has its code and its run, and the address at which agents elsewhere and sandboxes ask. Port 0 is
+    any. `token` is the job's, if it has pods."""
 
     base_dir: Path
     run_dir: Path
+    host: str = ""
     port: int = 0
+    token: str = ""
 
 
 def job_environment(
@@ -34,11 +39,15 @@ def job_environment(
 ) -> Environment | None:
     """The environments or the agents of a job's episodes. None if it has none. A class is imported from
     spec.models.reward.importPath, or else from `base_dir`, and does not see `run_dir`. An agent is started there. `run`
-    is the run's name at a server."""
+    is the run's name at a server. Where there are no pods, such as in a check, bubblewrap takes their place."""
     if (sessions := spec.sessions) is None:
         return None
     folder = Path(spec.models.reward.import_path or places.base_dir)
-    sandbox = Sandbox(folder, [places.run_dir]) if sessions.sandbox == "Bubblewrap" else None
+    sandbox: Sandbox | SandboxPods | None = None
+    if sessions.sandbox == "Pod" and places.token:
+        sandbox = SandboxPods(sandbox_token(places.token), places.host, places.port)
+    elif sessions.sandbox != "None":
+        sandbox = Sandbox(folder, [places.run_dir])
     if sessions.agent is not None:
         length = spec.data.max_prompt_tokens + spec.generation.max_tokens
         routes = ChatRoutes(spec.generation, length, log)

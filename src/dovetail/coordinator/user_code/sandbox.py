@@ -117,8 +117,8 @@ def _machine_problem() -> str | None:
     )
 
 
-def limit_this_process() -> None:
-    """Set the limits of a process in a sandbox, and of all that it starts."""
+def limit_this_process(nobody: bool) -> None:
+    """Set the limits of a process in a sandbox, and of all that it starts. With `nobody` root becomes nobody."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_KILLED_FIRST))
     for kind, limit in (
@@ -130,7 +130,7 @@ def limit_this_process() -> None:
         hard = resource.getrlimit(kind)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (limit, limit))
-    if os.getuid() == 0:
+    if nobody and os.getuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)

@@ -9,30 +9,29 @@ import os
 import re
 import signal
 import sys
-import time
-import uuid
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+from dovetail.coordinator.user_code.local_process import END_SECONDS, LocalProcess
 from dovetail.coordinator.user_code.sandbox import Sandbox
+from dovetail.coordinator.user_code.sandbox_pods import PodProcess, SandboxPods
 from dovetail.coordinator.user_code.user_requests import FRAMES
-from dovetail.protocol.process.env import TOKEN, started_with
 
 # The time limit of a process's start. A module may import large libraries and load models, which takes time.
 START_SECONDS = 300.0
-# The time to wait for the last output and the exit status of a process that is being ended.
-END_SECONDS = 2.0
-LINE_BYTES = 1 << 26
 TAIL_LINES = 200
 # A longer line is kept from its end. A progress bar may never end its line.
 LINE_CHARACTERS = 4096
 _LINE_END = re.compile(r"[\r\n]+")
-# What the process starts inherits this variable, whichever session or parent it has later.
-MARK = "DOVETAIL_USER_CODE"
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 # The frames of these files are not the user's.
 _OWN = str(Path(__file__).parents[1])
+
+
+def limits(sandbox: Sandbox | SandboxPods | None) -> dict[str, bool]:
+    """What a process is told of its limits. A pod has a user of its own."""
+    return {"limited": sandbox is not None, "nobody": isinstance(sandbox, Sandbox)}
 
 
 class Gone(Exception):
@@ -40,47 +39,33 @@ class Gone(Exception):
 
 
 class UserProcess:
-    """One process and its pipes."""
+    """One process, here or in a pod."""
 
-    def __init__(self, process: asyncio.subprocess.Process, mark: str, sandboxed: bool) -> None:
-        self._process, self._mark, self._sandboxed = process, mark, sandboxed
+    def __init__(self, process: LocalProcess | PodProcess) -> None:
+        self._process = process
         self._said: deque[str] = deque(maxlen=TAIL_LINES)
         self._output_changed = asyncio.Event()
         self._listening = asyncio.create_task(self._listen())
 
     @staticmethod
-    async def start(module: str, sandbox: Sandbox | None = None) -> UserProcess:
-        """Start `module`, which calls `answer_requests`."""
-        mark = uuid.uuid4().hex
-        environment = {name: value for name, value in os.environ.items() if name != TOKEN} | {MARK: mark}
-        inside = sandbox.command() if sandbox is not None else []
-        process = await asyncio.create_subprocess_exec(
-            *inside,
-            sys.executable,
-            "-P",
-            "-m",
-            module,
-            # The parent of what runs in a sandbox is the first of its processes.
-            str(1 if inside else os.getpid()),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=environment,
-            limit=LINE_BYTES,
-            start_new_session=True,
-        )
-        return UserProcess(process, f"{MARK}={mark}", sandbox is not None)
+    async def start(module: str, sandbox: Sandbox | SandboxPods | None = None) -> UserProcess:
+        """Start `module`, which calls `answer_requests`. Raises NoSandbox if there is no pod for it."""
+        if isinstance(sandbox, SandboxPods):
+            return UserProcess(await sandbox.start(module))
+        return UserProcess(await LocalProcess.start(module, sandbox))
+
+    @property
+    def lost(self) -> bool:
+        """Whether it ended with its pod, which is no matter of its code."""
+        return bool(self._process.lost)
 
     async def ask(self, request: dict[str, Any], seconds: float | None) -> dict[str, Any]:
         """Send a request and return the answer. Raises TimeoutError after `seconds`, if they are given, and Gone if the
         process ends first or writes what is no answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         async with asyncio.timeout(seconds):
             try:
-                self._process.stdin.write(json.dumps(request).encode() + b"\n")
-                await self._process.stdin.drain()
-                line = await self._process.stdout.readline()
+                await self._process.send(json.dumps(request).encode() + b"\n")
+                line = await self._process.answers.readline()
                 answer = json.loads(line) if line.endswith(b"\n") else None
             # The last two: the line is too long, or it is no JSON.
             except (BrokenPipeError, ConnectionResetError, ValueError, RecursionError):
@@ -91,14 +76,11 @@ class UserProcess:
 
     async def end(self) -> None:
         """Kill the process and all that it started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await asyncio.to_thread(_kill_marked, self._mark)
+        await self._process.kill()
         await self._ended()
         self._listening.cancel()
         await asyncio.gather(self._listening, return_exceptions=True)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._process.close()
 
     async def _ended(self) -> None:
         """Wait for the exit and the last output. What the function started may hold the pipe of the output: the time
@@ -110,8 +92,7 @@ class UserProcess:
     async def stack(self) -> list[str]:
         """The last frames of the Python code that the process runs. Empty if it does not answer."""
         self._said.clear()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._python(), signal.SIGUSR1)
+        await self._process.show_stack()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 while not self._frames(whole=True):
@@ -119,24 +100,14 @@ class UserProcess:
                     await self._output_changed.wait()
         return self._frames()
 
-    def _python(self) -> int:
-        """The id of the Python process. A sandbox is two processes around it. Raises ProcessLookupError."""
-        pid = self._process.pid
-        for _ in range(2 if self._sandboxed else 0):
-            try:
-                pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-            except (OSError, IndexError) as error:
-                raise ProcessLookupError from error
-        return pid
-
     async def how_it_ended(self) -> tuple[str, list[str]]:
         """How the process ended, as a verb phrase, and its last frames, if it wrote them."""
         await self._ended()
-        code = self._process.returncode
+        if self._process.lost:
+            return self._process.lost, []
+        code = self._process.exit_code
         if code is None:
             return "closed its worker process's pipe", []
-        if self._sandboxed and code > 128:
-            code = 128 - code
         if code >= 0:
             return f"ended its worker process with exit code {code}", []
         try:
@@ -163,8 +134,7 @@ class UserProcess:
 
     async def _listen(self) -> None:
         """Copy the text that functions print to the coordinator's log."""
-        assert self._process.stderr is not None
-        while chunk := await self._process.stderr.read(1 << 16):
+        while chunk := await self._process.said.read(1 << 16):
             text = chunk.decode(errors="replace")
             print(text, end="", file=sys.stderr, flush=True)
             lines = _LINE_END.split(text)
@@ -172,14 +142,3 @@ class UserProcess:
                 lines[0] = self._said.pop() + lines[0]
             self._said.extend(line[-LINE_CHARACTERS:] for line in lines[-TAIL_LINES:])
             self._output_changed.set()
-
-
-def _kill_marked(mark: str) -> None:
-    """End the processes that have `mark` in their environment, also those with sessions of their own. Processes that
-    are started meanwhile are found too."""
-    deadline = time.monotonic() + END_SECONDS
-    while time.monotonic() < deadline and (found := started_with([mark])):
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)

@@ -78,6 +78,11 @@ def check_files(spec: RLHFJobSpec, base_dir: Path, here: bool = False) -> list[s
     sizes and model configurations, but no data, and imports nothing."""
     checks = (_data, _models, _heads, _served, _experts, _shared_layers, _adapters, _tokenizer)
     found = [sentence for check in checks for sentence in check(spec, base_dir)]
+    if here and spec.sessions is not None and spec.sessions.sandbox == "Pod":
+        found.append(
+            "spec.sessions.sandbox is Pod, and one machine has no pods; write Bubblewrap, or None to go without a "
+            "sandbox."
+        )
     return list(dict.fromkeys([*found, *missing_modules(spec, base_dir, here)]))
 
 

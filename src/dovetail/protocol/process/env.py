@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -37,8 +39,13 @@ COORDINATOR_PORT = 8000
 SERVER_PORT = 8001
 SCORER_PORT = 8002
 TRAINER_METRICS_PORT = 9000
-# At the coordinator's pod: where agents that are services ask for turns of the model.
+# At the coordinator's pod: where agents that are services ask for turns of the model, and what is in sandboxes.
 AGENTS_PORT = 8003
+
+
+def sandbox_token(token: str) -> str:
+    """The token of the sandboxes of the job with this token. It opens their route, and no other."""
+    return hmac.digest(token.encode(), b"sandbox", hashlib.sha256).hex()
 
 
 def token_problem(token: str) -> str | None:

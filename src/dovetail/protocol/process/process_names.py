@@ -13,6 +13,8 @@ SERVER_MODULE = "dovetail.rollout.serving.vllm_server"
 SCORER_MODULE = "dovetail.rollout.scoring.scorer"
 # The main process of a group's pod. It starts the pod's trainer ranks, or its vLLM server and scorer.
 POD_MODULE = "dovetail.pod.main"
+# The main process of a sandbox's pod.
+RELAY_MODULE = "dovetail.coordinator.user_code.pod_relay"
 
 CONTAINER = fixed_names.CONTAINER
 

@@ -300,6 +300,17 @@ SESSION_RULES = (
         "!has(self.agent) || self.effects == 'Auto'",
         "spec.sessions.effects has no effect with an agent, whose tools are its own; remove it.",
     ),
+    Rule(
+        ("spec.sessions",),
+        "self.sandbox != 'Pod' || (has(self.environment) && has(self.environment.function)) || "
+        "(has(self.agent) && has(self.agent.command))",
+        "spec.sessions.sandbox is Pod, but what has a url runs elsewhere; remove it.",
+    ),
+    Rule(
+        ("spec.sessions",),
+        "self.sandbox == 'Pod' || self.sandboxPods == 1",
+        "spec.sessions.sandboxPods has no effect without sandbox: Pod; remove it.",
+    ),
     _session("'ppo' in self.stages", "spec.sessions has no effect without ppo in spec.stages; remove it."),
     _session(
         CALLS,

@@ -1,0 +1,117 @@
+"""A process of this machine that runs a user's code, in a sandbox or not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from dovetail.coordinator.user_code.sandbox import Sandbox
+from dovetail.protocol.process.env import TOKEN, started_with
+
+LINE_BYTES = 1 << 26
+# The time to wait for the last output and the exit status of a process that is being ended.
+END_SECONDS = 2.0
+# What the process starts inherits this variable, whichever session or parent it has later.
+MARK = "DOVETAIL_USER_CODE"
+
+
+class LocalProcess:
+    """One process and its pipes. A sandbox is two processes around it."""
+
+    # Why it is lost, though nobody saw it end. Nothing of this machine is.
+    lost = ""
+
+    def __init__(self, process: asyncio.subprocess.Process, mark: str, sandboxed: bool) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._process, self._mark, self._sandboxed = process, mark, sandboxed
+        self.answers, self.said = process.stdout, process.stderr
+
+    @staticmethod
+    async def start(module: str, sandbox: Sandbox | None) -> LocalProcess:
+        """Start `module`, which calls `answer_requests`."""
+        mark = uuid.uuid4().hex
+        inside = sandbox.command() if sandbox is not None else []
+        # The parent of what runs in a sandbox is the first of its processes.
+        process = await start_python(module, 1 if inside else os.getpid(), {MARK: mark}, inside)
+        return LocalProcess(process, f"{MARK}={mark}", sandbox is not None)
+
+    async def send(self, request: bytes) -> None:
+        """Raises BrokenPipeError and ConnectionResetError."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(request)
+        await self._process.stdin.drain()
+
+    async def show_stack(self) -> None:
+        """Have it write its stack to what it says."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._python(), signal.SIGUSR1)
+
+    async def wait(self) -> None:
+        """Until it has ended."""
+        await self._process.wait()
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative for a signal. None while it runs."""
+        code = self._process.returncode
+        return 128 - code if self._sandboxed and code is not None and code > 128 else code
+
+    async def kill(self) -> None:
+        """With all that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await asyncio.to_thread(_kill_marked, self._mark)
+
+    def close(self) -> None:
+        """Close its input."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _python(self) -> int:
+        """The id of the Python process. Raises ProcessLookupError."""
+        pid = self._process.pid
+        for _ in range(2 if self._sandboxed else 0):
+            try:
+                pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+            except (OSError, IndexError) as error:
+                raise ProcessLookupError from error
+        return pid
+
+
+async def start_python(
+    module: str, parent: int, more: dict[str, str], inside: list[str] | None = None, folder: str | None = None
+) -> asyncio.subprocess.Process:
+    """Start a module below the process `parent`, with pipes, without the job's token, and with `more` variables."""
+    return await asyncio.create_subprocess_exec(
+        *(inside or []),
+        sys.executable,
+        "-P",
+        "-m",
+        module,
+        str(parent),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name != TOKEN} | more,
+        limit=LINE_BYTES,
+        start_new_session=True,
+    )
+
+
+def _kill_marked(mark: str) -> None:
+    """End the processes that have `mark` in their environment, also those with sessions of their own. Processes that
+    are started meanwhile are found too."""
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline and (found := started_with([mark])):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)

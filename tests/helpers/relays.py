@@ -1,0 +1,54 @@
+"""The relays of sandboxes' pods, as processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from dovetail.coordinator.user_code import pod_relay
+from dovetail.coordinator.user_code.sandbox_pods import SandboxPods
+from dovetail.protocol.process import env
+from dovetail.protocol.process.env import sandbox_token
+
+TOKEN = "the job's token"
+
+
+class Relays(SandboxPods):
+    """The pods of a job, which come when its routes are served."""
+
+    def __init__(self, pods: int = 1) -> None:
+        super().__init__(sandbox_token(TOKEN), "127.0.0.1", 0)
+        self.pods, self.url = pods, ""
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    async def open(self, app: object = None) -> str:
+        self.url = await super().open(app)  # type: ignore[arg-type]
+        for _ in range(self.pods - len(self.processes)):
+            self.add()
+        return self.url
+
+    def add(self) -> None:
+        """A new pod."""
+        given = {env.COORDINATOR: self.url, env.TOKEN: sandbox_token(TOKEN), env.NAME: f"pod-{len(self.processes)}"}
+        command = [sys.executable, "-P", "-m", pod_relay.__name__]
+        self.processes.append(subprocess.Popen(command, env={**os.environ, **given}, start_new_session=True))
+
+    def kill(self, number: int) -> None:
+        """With a pod end all its processes."""
+        for pid in [*self.below(number), self.processes[number].pid]:
+            os.kill(pid, signal.SIGKILL)
+        self.processes[number].wait()
+
+    def below(self, number: int) -> list[int]:
+        """The processes of a pod that has a relay."""
+        tasks = Path(f"/proc/{self.processes[number].pid}/task").glob("*/children")
+        return [int(pid) for task in tasks for pid in task.read_text().split()]
+
+    async def close(self) -> None:
+        await super().close()
+        for process in self.processes:
+            process.terminate()
+            process.wait()
