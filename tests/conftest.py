@@ -26,7 +26,14 @@ settings.load_profile("dovetail")
 
 # Of tests/cluster, those that run on the three nodes, and those that begin clusters of their own. The others need API
 # servers without nodes.
-ON_NODES = {"test_devcluster.py", "test_faults.py", "test_kueue.py", "test_network_policies.py", "test_operator.py"}
+ON_NODES = {
+    "test_devcluster.py",
+    "test_faults.py",
+    "test_kueue.py",
+    "test_network_policies.py",
+    "test_operator.py",
+    "test_sandbox_job.py",
+}
 OWN_CLUSTERS = {"test_getting_started.py", "test_multikueue.py"}
 # Of a run by several workers: the long ones first. The many short ones come last and fill up what is left.
 ORDER = {"cluster": 0, "api server": 1, "e2e": 2, "own clusters": 3, "schedules": 4, "vllm": 5, "unit": 6}

@@ -21,8 +21,10 @@ from dovetail.manifest.resolve import resolve
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import network_policy
+from dovetail.operator.render.sandboxes import sandbox_objects
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.process import env
+from dovetail.protocol.process.process_names import COORDINATOR
 from helpers import policies
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, external, wait_for
@@ -33,7 +35,8 @@ pytestmark = pytest.mark.skipif(external() is not None, reason="another's cluste
 PRODUCTS = {"a100": "NVIDIA-A100-SXM4-80GB", "v100": "Tesla-V100-SXM2-32GB", "a10": "NVIDIA-A10"}
 OTHER = 7777  # no process of Dovetail's listens there
 API = 8080
-SERVED = (env.COORDINATOR_PORT, env.SERVER_PORT, env.TRAINER_METRICS_PORT, OTHER)
+SERVED = (env.COORDINATOR_PORT, env.SERVER_PORT, env.AGENTS_PORT, env.TRAINER_METRICS_PORT, OTHER)
+UID = "0" * 36
 HUB, CLOSED, DNS = 443, 8443, 53
 SERVE = """
 import selectors, socket, sys
@@ -87,11 +90,16 @@ def made(cluster: KubeCluster, space: str, system: str, values: dict[str, Any], 
     given = {each["name"]: each["value"] for each in container["env"] if "value" in each}
     settings = OperatorSettings.read({key: given[key] for key in ("DOVETAIL_EGRESS", "DOVETAIL_METRICS_FROM")})
     settings = OperatorSettings(namespace=system, egress=settings.egress, metrics_from=settings.metrics_from)
-    job = parse(quickstart("job", space))
+    document = quickstart("job", space)
+    document["spec"]["models"]["reward"] = {"function": "dovetail.coordinator.rewards.earned:earned"}
+    document["spec"]["sessions"] = {"environment": {"function": "game:Game"}, "sandbox": "Pod"}
+    job = parse(document)
     job = job.model_copy(update={"spec": resolve(job.spec)})
-    mine = network_policy(RenderContext(job, "0" * 36, make_plan(job.spec), settings))
-    del mine["metadata"]["ownerReferences"]
-    return [*found, mine]
+    context = RenderContext(job, UID, make_plan(job.spec), settings)
+    mine = [network_policy(context), *(t for t in sandbox_objects(context, None) if t["kind"] == "NetworkPolicy")]
+    for each in mine:
+        del each["metadata"]["ownerReferences"]
+    return [*found, *mine]
 
 
 def test_pods_reach_whom_the_chart_says_and_nobody_else(cluster: KubeCluster, tmp_path: Path) -> None:
@@ -109,7 +117,11 @@ def test_pods_reach_whom_the_chart_says_and_nobody_else(cluster: KubeCluster, tm
         listening(state.host, HUB, CLOSED, DNS),
     ):
         where = {
-            "coordinator": (space, a_pod("coordinator", "a100", mine)),
+            "coordinator": (
+                space,
+                a_pod("coordinator", "a100", mine | {names.UID_LABEL: UID, names.ROLE_LABEL: COORDINATOR}),
+            ),
+            "sandbox": (space, a_pod("sandbox", "v100", {names.SANDBOX_LABEL: UID})),
             "rollout": (space, a_pod("rollout", "v100", mine)),
             "neighbour": (space, a_pod("neighbour", "a100", {"app": "other"})),
             "tenant": (tenant, a_pod("tenant", "a10", mine)),
@@ -127,6 +139,7 @@ def test_pods_reach_whom_the_chart_says_and_nobody_else(cluster: KubeCluster, tm
             *(("coordinator", address["coordinator"], port) for port in SERVED),
             *(("rollout", address["rollout"], port) for port in SERVED),
             ("tenant", address["tenant"], OTHER),
+            ("sandbox", address["sandbox"], OTHER),
             *((name, address[name], port) for name in ("operator", "api") for port in (API, OTHER)),
             ("name server", state.dns, 53),
             ("hub", state.host, HUB),
@@ -155,13 +168,15 @@ def test_pods_reach_whom_the_chart_says_and_nobody_else(cluster: KubeCluster, tm
             inside = {(to, port) for to in ("coordinator", "rollout") for port in SERVED}
             ours = {(to, port) for to in ("operator", "api") for port in (API, OTHER)}
             # The status API is for everybody, on its port.
-            outside = everything - inside - ours | {("api", API)}
-            metrics = {(to, port) for to, port in inside if port != OTHER}
+            outside = everything - inside - ours - {("sandbox", OTHER)} | {("api", API)}
+            metrics = {(to, port) for to, port in inside if port not in (OTHER, env.AGENTS_PORT)}
             wanted = {
                 # Each other on all ports, the cluster's name servers, and the hub that values name. Neither another
                 # name server, which could carry anything out, nor the API server.
                 "coordinator": inside | {("name server", 53), ("hub", HUB)},
                 "rollout": inside | {("name server", 53), ("hub", HUB)},
+                # What it is for, and nothing else: no name server, no other pod.
+                "sandbox": {("coordinator", env.AGENTS_PORT)},
                 # Neither a pod beside them nor one of another namespace with the same labels.
                 "neighbour": outside,
                 "tenant": outside,

@@ -12,6 +12,7 @@ from pathlib import Path
 from dovetail.protocol.process.process_names import (
     COORDINATOR_MODULE,
     POD_MODULE,
+    RELAY_MODULE,
     SCORER_MODULE,
     SERVER_MODULE,
     TRAINER_MODULE,
@@ -38,7 +39,7 @@ class Image:
 IMAGES = (
     Image(
         "operator",
-        ("dovetail.operator.main", "dovetail.statusapi", COORDINATOR_MODULE),
+        ("dovetail.operator.main", "dovetail.statusapi", COORDINATOR_MODULE, RELAY_MODULE),
         (
             "dovetail.statusapi.__main__",
             "dovetail.coordinator.rewards.worker",

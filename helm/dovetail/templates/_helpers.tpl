@@ -46,6 +46,12 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- if $account.create }}{{ default (include "dovetail.component" .) $account.name }}{{ else }}{{ default "default" $account.name }}{{ end }}
 {{- end }}
 
+{{- define "dovetail.sandboxTemplate" -}}
+{{- with (.Values.jobs.sandboxes | default dict).podTemplate -}}
+{{- toJson . -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "dovetail.surplusPriorityClass" -}}
 {{- $class := .Values.jobs.surplusPriorityClass -}}
 {{- if $class.create }}{{ default (printf "%s-surplus" (include "dovetail.fullname" .)) $class.name }}{{ else }}{{ $class.name }}{{ end }}
