@@ -280,13 +280,13 @@ def test_a_worker_ends_whose_exit_is_known_before_its_last_word_is_read(
 ) -> None:
     async def work(calls: Calls, workers: Workers) -> str:
         (worker,) = workers._all
-        stdout = worker._process.stdout
+        stdout = worker._process.answers
         assert stdout is not None
         read = stdout.readline
 
         async def late() -> bytes:
             line = await read()
-            await settled(lambda: worker._process.returncode is not None)
+            await settled(lambda: worker._process.exit_code is not None)
             return line
 
         monkeypatch.setattr(stdout, "readline", late)

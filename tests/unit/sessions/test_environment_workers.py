@@ -251,7 +251,7 @@ def test_a_process_in_which_a_call_failed_gets_no_other_episode(folder: Path) ->
         await beside.make(call("note", what="beside"))
         (first, _) = workers._workers
         await beside.end()
-        assert first.process._process.returncode is not None, "it ends with its last episode"
+        assert first.process._process.exit_code is not None, "it ends with its last episode"
 
     run(workers_of(folder), work)
     pids = [line.split()[0] for line in (folder / "log").read_text().splitlines()]
@@ -380,7 +380,7 @@ def test_a_fork_bomb_ends_with_its_episode(folder: Path) -> None:
     async def work(workers: EnvironmentWorkers) -> None:
         bombing = await workers.begin("1-0-0-0", [], {})
         (worker,) = workers._workers
-        outside = psutil.Process(worker.process._process.pid)
+        outside = psutil.Process(worker.process._process._process.pid)
         told = await bombing.make(call("run", program=BOMB))
         assert told.startswith("stopped ")
         assert int(told.split()[1]) < PROCESSES
@@ -499,7 +499,7 @@ async def main():
     workers = EnvironmentWorkers(EnvironmentCode("mine:Shell", folder, 1, 120.0, True, Sandbox(folder)))
     await workers.begin("1-0-0-0", [], {{}})
     (worker,) = workers._workers
-    print(worker.process._process.pid, flush=True)
+    print(worker.process._process._process.pid, flush=True)
     time.sleep(3600)
 asyncio.run(main())
 """

@@ -302,8 +302,8 @@ SESSION_RULES = (
     ),
     Rule(
         ("spec.sessions",),
-        "self.sandbox != 'Pod' || (has(self.environment) && has(self.environment.function)) || "
-        "(has(self.agent) && has(self.agent.command))",
+        "self.sandbox != 'Pod' || !((has(self.environment) && has(self.environment.url)) || "
+        "(has(self.agent) && has(self.agent.url)))",
         "spec.sessions.sandbox is Pod, but what has a url runs elsewhere; remove it.",
     ),
     Rule(
