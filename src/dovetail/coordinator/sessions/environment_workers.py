@@ -109,8 +109,8 @@ class EnvironmentWorkers:
         self._tools = reply["tools"]
 
     async def begin(self, episode: str, asked: Sequence[Message], fields: Mapping[str, Any]) -> WorkerEpisode:
-        """An episode whose `reset` gets the fields. Raises Failed."""
-        begun = WorkerEpisode(self, fields)
+        """An episode whose `reset` gets the fields, and what is `asked` as "prompt". Raises Failed."""
+        begun = WorkerEpisode(self, {"prompt": list(asked), **fields})
         await begun.begin()
         return begun
 

@@ -45,6 +45,7 @@ class EnvironmentClass:
         if not self._methods:
             raise ValueError(f"{name} has no public method besides reset and get_reward, so it has no tool")
         self._types = {key: _types(method, f"{name}.{key}") for key, method in self._methods.items()}
+        self._takes_prompt = "prompt" in inspect.signature(made.reset).parameters
 
     @cached_property
     def tools(self) -> list[Mapping[str, Any]]:
@@ -64,11 +65,13 @@ class EnvironmentClass:
         return found
 
     async def begin(self, record: Mapping[str, Any]) -> PythonEpisode:
-        """A new object of the class, which begins an episode with the fields of a prompt record. Raises Failed."""
+        """A new object of the class, which begins an episode with the fields of a prompt record. It gets the "prompt",
+        too, if it names it, as an environment of TRL may. Raises Failed."""
+        given = {name: value for name, value in record.items() if name != "prompt" or self._takes_prompt}
 
         async def reset() -> tuple[Any, Any]:
             state: Any = self.made()
-            return state, await _awaited(state.reset(**record))
+            return state, await _awaited(state.reset(**given))
 
         what = f"{self._name}.reset"
         state, observation = await _ran(what, reset())
