@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from dovetail.models import compat as models
 from dovetail.rollout import compat as rollout
 from dovetail.trainer import compat as trainer
+from helpers.patience import PATIENCE
 
 ROOT = Path(__file__).parents[3]
 SOURCES = {
@@ -75,6 +77,18 @@ def test_views_are_told_from_what_they_are_views_of() -> None:
     assert (trainer.is_view(whole), trainer.is_view(whole.t())) == (False, True)
     assert trainer.viewed(whole.t()) is whole
     assert trainer.viewed(whole) is whole
+
+
+def test_the_collective_that_a_rank_waits_in() -> None:
+    store, timeout = dist.HashStore(), timedelta(seconds=PATIENCE)
+    with ThreadPoolExecutor(2) as threads:
+        ranks = list(threads.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, timeout), range(2)))
+    before = trainer.oldest_wait()  # of another test in this process, if any
+    waits = ranks[0].allreduce(torch.ones(2))
+    assert trainer.oldest_wait() == (before or "gloo:all_reduce 1")
+    ranks[1].allreduce(torch.ones(2)).wait()
+    waits.wait()
+    assert trainer.oldest_wait() == before
 
 
 def test_many_tensors_at_once() -> None:

@@ -4,6 +4,7 @@ tests/unit/rollout/test_compat.py fails if one of them has moved."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,14 @@ PRIVATE = (
         "torch.distributed.device_mesh:DeviceMesh._pg_registry",
         "torch 2.13",
         "torch's caches keep meshes of tensor-parallel layers, whose groups would live on after a rank is lost",
+    ),
+    *(
+        Private(
+            f"torch._C._distributed_c10d:{name}",
+            "torch 2.13",
+            "the flight recorder says in which collective a rank waits; torch's public tools read it from pickles",
+        )
+        for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")
     ),
 )
 
@@ -125,6 +134,19 @@ def take_whole_gradients(module: Any) -> None:
 def abort_all_groups() -> None:
     """End all process groups at once, even those with running operations."""
     dist.distributed_c10d._abort_process_group()
+
+
+def oldest_wait() -> str:
+    """The oldest collective of this process that has not ended, such as `nccl:all_reduce 342`, where 342 counts those
+    of its group. Empty if there is none. NCCL's collectives are recorded apart from those of other backends."""
+    recorders: Any = torch._C._distributed_c10d
+    dumps = [json.loads(dump()) for dump in (recorders._dump_nccl_trace_json, recorders._dump_fr_trace_json)]
+    open_ones = [entry for dump in dumps for entry in dump.get("entries", []) if not entry["retired"]]
+    if not open_ones:
+        return ""
+    oldest = min(open_ones, key=lambda entry: entry["time_created_ns"])
+    number = oldest["p2p_seq_id"] if oldest["is_p2p"] else oldest["collective_seq_id"]
+    return f"{oldest['profiling_name']} {number}"
 
 
 def forget_groups(mesh: Any) -> None:

@@ -36,7 +36,8 @@ class EnvironmentClass:
 
     def __init__(self, made: type, name: str) -> None:
         """`name` is the name in the manifest, for errors. Raises ValueError with one sentence."""
-        if not inspect.isclass(made) or not callable(getattr(made, "reset", None)):
+        reset: Any = getattr(made, "reset", None)
+        if not inspect.isclass(made) or not callable(reset):
             raise ValueError(f"{name} must be a class with a method reset, which begins an episode")
         self.made, self._name = made, name
         self._methods = {
@@ -45,7 +46,7 @@ class EnvironmentClass:
         if not self._methods:
             raise ValueError(f"{name} has no public method besides reset and get_reward, so it has no tool")
         self._types = {key: _types(method, f"{name}.{key}") for key, method in self._methods.items()}
-        self._takes_prompt = "prompt" in inspect.signature(made.reset).parameters
+        self._takes_prompt = "prompt" in inspect.signature(reset).parameters
 
     @cached_property
     def tools(self) -> list[Mapping[str, Any]]:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dovetail.protocol.messages import Heartbeat
 from dovetail.protocol.process.endings import SUPERSEDED
 from dovetail.protocol.process.pulse import PROGRESS, Pulse
-from dovetail.trainer.communication.flight_recorder import oldest_wait
 from dovetail.trainer.communication.groups import Groups
+from dovetail.trainer.compat import oldest_wait
 from dovetail.trainer.rank.coordinator_client import RankProcess
 
 INTERVAL_SECONDS = 2.0
