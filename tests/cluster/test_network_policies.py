@@ -175,8 +175,8 @@ def test_pods_reach_whom_the_chart_says_and_nobody_else(cluster: KubeCluster, tm
                 # name server, which could carry anything out, nor the API server.
                 "coordinator": inside | {("name server", 53), ("hub", HUB)},
                 "rollout": inside | {("name server", 53), ("hub", HUB)},
-                # What it is for, and nothing else: no name server, no other pod.
-                "sandbox": {("coordinator", env.AGENTS_PORT)},
+                # What it is for, and nothing else but itself: no name server, no other pod.
+                "sandbox": {("coordinator", env.AGENTS_PORT), ("sandbox", OTHER)},
                 # Neither a pod beside them nor one of another namespace with the same labels.
                 "neighbour": outside,
                 "tenant": outside,

@@ -104,7 +104,7 @@ def test_environments_in_pods_of_their_own_one_of_which_is_killed(
 
     def iteration() -> int:
         says("Running")
-        found = cluster.get("rlhfjob", "tiny", "-n", namespace)["status"]
+        found = cluster.get("rlhfjob", "tiny", "-n", namespace).get("status", {})
         return int(found.get("iteration") or 0) if found.get("stage") == "ppo" else 0
 
     config = kubeconfig(cluster, tmp_path)

@@ -157,15 +157,16 @@ def test_a_server_that_is_killed_changes_no_token(llm: LLM) -> None:
     many = replace(DRAWN, n=40)
     expected = llm.generate(TEXTS, many)
     killed: list[int] = []
+    first, second = vllm_cli.VLLMSpawner.begun[-2:]  # after those of other files
 
     def kill(done: int, total: int) -> None:
         if not killed:
-            killed.append(vllm_cli.VLLMSpawner.begun[1])
-            os.killpg(vllm_cli.VLLMSpawner.begun[1], signal.SIGKILL)
+            killed.append(second)
+            os.killpg(second, signal.SIGKILL)
 
     assert tokens(llm.generate(TEXTS, many, on_progress=kill)) == tokens(expected)
     assert killed
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(vllm_cli.VLLMSpawner.begun[0], signal.SIGKILL)
+        os.killpg(first, signal.SIGKILL)
     with pytest.raises(RunError, match=r"no vLLM server works any more: .*generate-actor-0\.log"):
         llm.generate(TEXTS, many)

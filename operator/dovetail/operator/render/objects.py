@@ -107,9 +107,8 @@ def network_policy(context: RenderContext) -> Object:
     """Says who may connect to which ports of the job's pods. The pods reach each other on all ports. The operator and
     the status API reach the coordinator. Those that `OperatorSettings.metrics_from` names reach the ports that serve
     metrics. If it names nobody, nobody else reaches the pods. A service that plays episodes reaches the port at which
-    it asks for turns, with a key for each, and so do the
-    job's sandboxes. The pods connect to each other, and to what `OperatorSettings.egress`
-    names. If it is None, they connect to anything."""
+    it asks for turns, with a key for each, and so do the job's sandboxes. The pods connect to each other, and to what
+    `OperatorSettings.egress` names. If it is None, they connect to anything."""
     mine = {"matchLabels": {names.JOB_LABEL: context.name}}
     dovetail = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": context.settings.namespace}},
