@@ -9,11 +9,13 @@ import time
 import tracemalloc
 
 import pytest
+import yaml
+from golden import make_objects
 
-from dovetail.kube.resources import Gang
+from dovetail.kube.resources import CONFIG_MAP, JOB, JOBSET, SANDBOX, SECRET, Gang
 from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.training_types import AUTO_LAG
-from dovetail.operator.cluster.object_cache import TOO_LARGE, ObjectCache
+from dovetail.operator.cluster.object_cache import TOO_LARGE, ObjectCache, trim
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner, read_job
 from dovetail.operator.reconcile.children import Children, matches, sizes
@@ -507,3 +509,13 @@ def test_of_a_job_that_is_over_the_manifest_is_not_kept_until_it_is_tried_again(
     document["metadata"]["resourceVersion"] = "3"
     store.put(document | {"spec": document["spec"] | elsewhere})
     assert store.job(key)["spec"]["groups"] == document["spec"]["groups"], "it is compared with its workload"
+
+
+@pytest.mark.parametrize("name", make_objects.jobs())
+def test_of_what_a_job_owns_nothing_is_lost_that_is_compared(name: str) -> None:
+    """Of pods and what makes them, less is kept."""
+    for thing in yaml.safe_load_all(make_objects.rendered(*make_objects.jobs()[name])):
+        if thing["kind"] in (JOBSET.kind, JOB.kind, SANDBOX.kind):
+            assert trim(thing | {"status": {"conditions": [1]}})["status"] == {"conditions": [1]}
+        elif thing["kind"] not in (SECRET.kind, CONFIG_MAP.kind):
+            assert trim(thing) == thing

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dovetail.kube import names
 from dovetail.kube.owners import controller
-from dovetail.kube.resources import CONFIG_MAP, JOB, JOBSET, POD, POD_GROUP
+from dovetail.kube.resources import CONFIG_MAP, JOB, JOBSET, POD, POD_GROUP, SANDBOX
 from dovetail.manifest.types import KIND
 from dovetail.operator.reconcile.children import Children, Object, Ref, is_true, label, managed_elsewhere
 from dovetail.operator.reconcile.disruption import lasting
@@ -24,6 +24,7 @@ _STATUS = {
     POD.kind: ("phase", "podIP", "reason", "message", "conditions", "containerStatuses"),
     JOB.kind: ("failed", "conditions"),
     JOBSET.kind: ("conditions",),
+    SANDBOX.kind: ("conditions",),
 }
 _OWNER = ("apiVersion", "kind", "name", "uid", "controller")
 # The limits of an RLHFJob's spec. A value takes up to 25 times as much memory as JSON, and the operator has copies.
@@ -255,6 +256,8 @@ def _is_a_jobs(thing: Object) -> bool:
         names.volume_claim(job),
         names.account(job),
         names.coordinator_service(job),
+        names.sandbox_policy(job),
+        names.sessions_service(job),
     }
 
 
