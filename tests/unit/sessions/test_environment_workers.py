@@ -449,10 +449,8 @@ def test_what_a_sandbox_keeps_out(folder: Path, monkeypatch: pytest.MonkeyPatch)
     (run_folder / "secret").write_text("a-secret")
     (link := folder.with_name(f"{folder.name}-linked")).symlink_to(folder)
 
-    async def work(workers: EnvironmentWorkers, port: int) -> dict[str, str]:
+    async def work(workers: EnvironmentWorkers, tried: dict[str, tuple[str, str]]) -> dict[str, str]:
         episode = await workers.begin("1-0-0-0", [], {})
-        tried = attacks(run_folder, os.getpid(), port)
-        tried["the run's folder by another name"] = attacks(link / "runs", os.getpid(), port)["the run's folder"]
         told = {
             what: await episode.make(call("run", turn=n, program=program))
             for n, (what, (program, _)) in enumerate(tried.items())
@@ -463,10 +461,13 @@ def test_what_a_sandbox_keeps_out(folder: Path, monkeypatch: pytest.MonkeyPatch)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         sandbox = Sandbox(link, [run_folder])
-        assert run(workers_of(link, "Shell", sandbox=sandbox), lambda workers: work(workers, port)) == {}
-        # The tries do what they say: without a sandbox they succeed.
-        missed = run(workers_of(folder, "Shell"), lambda workers: work(workers, port))
-    assert {"the run's folder", "the coordinator's port", "other processes"} <= set(missed)
+        tries = attacks(run_folder, os.getpid(), port)
+        tries["the run's folder by another name"] = attacks(link / "runs", os.getpid(), port)["the run's folder"]
+        assert run(workers_of(link, "Shell", sandbox=sandbox), lambda workers: work(workers, tries)) == {}
+        # The tries do what they say: without a sandbox they succeed. Of those that give the same answer again if the
+        # process must be started anew, as on a busy machine.
+        plain = {name: tries[name] for name in ("the run's folder", "the coordinator's port", "other processes")}
+        assert run(workers_of(folder, "Shell"), lambda workers: work(workers, plain)).keys() == plain.keys()
 
 
 @pytest.mark.slow
