@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -37,9 +38,10 @@ class Relays(SandboxPods):
         self.processes.append(subprocess.Popen(command, env={**os.environ, **given}, start_new_session=True))
 
     def kill(self, number: int) -> None:
-        """With a pod end all its processes."""
-        for pid in [*self.below(number), self.processes[number].pid]:
-            os.kill(pid, signal.SIGKILL)
+        """With a pod's first process, which sees none of it, end all others."""
+        for pid in [self.processes[number].pid, *self.below(number)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.processes[number].wait()
 
     def below(self, number: int) -> list[int]:
