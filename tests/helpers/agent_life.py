@@ -15,7 +15,9 @@ from dovetail.coordinator.sessions.bridge import Bridge
 from dovetail.coordinator.sessions.chat_routes import ChatRoutes
 from dovetail.coordinator.sessions.play import AskedTurn, Played, SampledTurn, check_opening
 from dovetail.coordinator.store.samples import Key
+from dovetail.coordinator.user_code.local_process import LocalProcesses
 from dovetail.coordinator.user_code.sandbox import Sandbox
+from dovetail.coordinator.user_code.user_process import ProcessPlace
 from dovetail.manifest.training_types import Generation, SessionAgent
 from helpers.chat_templates import byte_tokens, said, shipped, with_ends
 
@@ -66,7 +68,8 @@ class Job:
         self.folder, self.answers, self.max_turns, self.most = folder, answers, max_turns, most
         self.tokenizer = with_ends(byte_tokens(), shipped()["trl: qwen2_5"][0])
         self.command = [sys.executable, "agent.py"]
-        self.seconds, self.sandbox = 300.0, Sandbox(folder)
+        self.seconds = 300.0
+        self.place: ProcessPlace = LocalProcesses(Sandbox(folder))
         self.url, self.room = "", 10**6
         self.drawn: list[tuple[AskedTurn, SampledTurn]] = []
         self.notes: list[dict[str, Any]] = []
@@ -82,7 +85,7 @@ class Job:
             agents = ServiceAgents(SessionAgent(url=self.url, timeout_seconds=self.seconds), "run", 0, routes)
         else:
             given = SessionAgent(command=self.command, timeout_seconds=self.seconds)
-            agents = CommandAgents(given, self.folder, self.sandbox, routes)
+            agents = CommandAgents(given, self.folder, self.place, routes)
         chat = chat_format(self.tokenizer)
         player = AgentPlayer.of(Bridge(chat, self.tokenizer), self.tokenizer, chat, self.max_turns)
         await agents.open()

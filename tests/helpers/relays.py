@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from aiohttp import web
+
 from dovetail.coordinator.user_code import pod_relay
 from dovetail.coordinator.user_code.sandbox_pods import SandboxPods
 from dovetail.protocol.process import env
@@ -22,18 +24,17 @@ class Relays(SandboxPods):
 
     def __init__(self, pods: int = 1) -> None:
         super().__init__(sandbox_token(TOKEN), "127.0.0.1", 0)
-        self.pods, self.url = pods, ""
+        self.pods = pods
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    async def open(self, app: object = None) -> str:
-        self.url = await super().open(app)  # type: ignore[arg-type]
+    async def open(self, whose: str, app: web.Application | None = None) -> None:
+        await super().open(whose, app)
         for _ in range(self.pods - len(self.processes)):
             self.add()
-        return self.url
 
     def add(self) -> None:
         """A new pod."""
-        given = {env.COORDINATOR: self.url, env.TOKEN: sandbox_token(TOKEN), env.NAME: f"pod-{len(self.processes)}"}
+        given = {env.COORDINATOR: self.address, env.TOKEN: sandbox_token(TOKEN), env.NAME: f"pod-{len(self.processes)}"}
         command = [sys.executable, "-P", "-m", pod_relay.__name__]
         self.processes.append(subprocess.Popen(command, env={**os.environ, **given}, start_new_session=True))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.coordinator.sessions.play import Ending
+from dovetail.coordinator.user_code.local_process import LocalProcesses
 from helpers.agent_life import END, Job, added, learnt
 from helpers.own_python import installed
 
@@ -162,7 +163,7 @@ def test_an_agent_is_trained_as_it_is(
     agent, says, sequences = AGENTS[name]
     job = Job(tmp_path, says)
     (tmp_path / "agent.py").write_text(BEGIN + agent)
-    job.command, job.sandbox = [str(python), "agent.py"], None
+    job.command, job.place = [str(python), "agent.py"], LocalProcesses()
     played = job.play()
     assert "TOLD It is 3.\n" in capfd.readouterr().err
     assert (played.ending, len(job.drawn), len(played.branches)) == (Ending.ANSWERED, len(says), sequences)

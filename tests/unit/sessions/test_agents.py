@@ -22,6 +22,7 @@ from dovetail.coordinator.sessions import http_environment
 from dovetail.coordinator.sessions.chat_routes import ChatRoutes
 from dovetail.coordinator.sessions.effects import Failed
 from dovetail.coordinator.sessions.play import Ending, Played
+from dovetail.coordinator.user_code.local_process import LocalProcesses
 from dovetail.coordinator.user_code.sandbox import Sandbox
 from helpers.agent_life import END, Job, added, learnt
 from helpers.chat_templates import said
@@ -323,7 +324,7 @@ def test_the_sandbox_lets_an_agent_reach_its_model_and_nothing_else(
     monkeypatch.setenv("OPENAI_API_KEY", "the user's own")
     job = Job(tmp_path, GAME)
     (tmp_path / "run").mkdir()
-    job.sandbox = Sandbox(tmp_path, [tmp_path / "run"])
+    job.place = LocalProcesses(Sandbox(tmp_path, [tmp_path / "run"]))
     (tmp_path / "run" / "store").write_text("the job's")
     do = """
 import os, socket, urllib.parse
@@ -360,7 +361,7 @@ tell([reaches((mine.hostname, mine.port)), reaches(("127.0.0.1", record["port"])
 
 def test_without_a_sandbox_and_what_it_started_ends_with_it(tmp_path: Path, capfd: Any) -> None:
     job = Job(tmp_path, GAME)
-    job.sandbox = None
+    job.place = LocalProcesses()
     job.play("""
 import subprocess
 turn()

@@ -22,6 +22,7 @@ from dovetail.coordinator.sessions.environment_workers import (
 )
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.store.tool_calls import CallKey
+from dovetail.coordinator.user_code.local_process import LocalProcesses
 from dovetail.coordinator.user_code.sandbox import FILE_BYTES, PROCESSES, Sandbox, _machine_problem
 from dovetail.protocol.process.env import TOKEN
 from helpers.cluster import wait_for
@@ -124,7 +125,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def workers_of(folder: Path, name: str = "Counter", **options: Any) -> EnvironmentWorkers:
-    given = {"workers": 1, "seconds": 120.0, "repeatable": True, "sandbox": None} | options
+    given = {"workers": 1, "seconds": 120.0, "repeatable": True, "place": LocalProcesses()} | options
     return EnvironmentWorkers(EnvironmentCode(f"mine:{name}", folder, **given))
 
 
@@ -182,7 +183,7 @@ def test_episodes_live_side_by_side_and_the_class_is_in_no_other_process(folder:
             "crash",
             r"^mine:Counter.end crashed its worker process \(SIGSEGV\); last frames: .*mine.py:\d+ in end, ",
         ),
-        ("hang", r"^mine:Counter.end gave no answer within 5 s \(spec.sessions.environment.timeoutSeconds\); last fr"),
+        ("hang", r"^mine:Counter.end gave no answer within 10 s \(spec.sessions.environment.timeoutSeconds\); last fr"),
         ("garbage", r"^mine:Counter.end (crashed|ended|closed|gave no answer)"),
         ("raise", r"^mine:Counter.end raised ConnectionError: 503 from the shop at .*mine.py:\d+ in end$"),
     ],
@@ -393,7 +394,7 @@ def test_a_fork_bomb_ends_with_its_episode(folder: Path) -> None:
         other = await workers.begin("1-0-0-0", [], {})
         assert int((await other.make(call("run", program=BOMB))).split()[1]) > 100, "the next one has all places"
 
-    run(workers_of(folder, "Shell", sandbox=Sandbox(folder)), work)
+    run(workers_of(folder, "Shell", place=LocalProcesses(Sandbox(folder))), work)
 
 
 def attacks(run_folder: Path, token_pid: int, port: int) -> dict[str, tuple[str, str]]:
@@ -460,10 +461,10 @@ def test_what_a_sandbox_keeps_out(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        sandbox = Sandbox(link, [run_folder])
+        place = LocalProcesses(Sandbox(link, [run_folder]))
         tries = attacks(run_folder, os.getpid(), port)
         tries["the run's folder by another name"] = attacks(link / "runs", os.getpid(), port)["the run's folder"]
-        assert run(workers_of(link, "Shell", sandbox=sandbox), lambda workers: work(workers, tries)) == {}
+        assert run(workers_of(link, "Shell", place=place), lambda workers: work(workers, tries)) == {}
         # The tries do what they say: without a sandbox they succeed. Of those that give the same answer again if the
         # process must be started anew, as on a busy machine.
         plain = {name: tries[name] for name in ("the run's folder", "the coordinator's port", "other processes")}
@@ -478,7 +479,7 @@ def test_a_hang_in_a_sandbox_says_where_it_hung(folder: Path) -> None:
     async def work(workers: EnvironmentWorkers) -> None:
         episode = await workers.begin("1-0-0-0", [], {})
         for how, says in (
-            ("hang", r"no answer within 5 s .*last frames: .*mine.py:\d+ in end, twice"),
+            ("hang", r"no answer within 10 s .*last frames: .*mine.py:\d+ in end, twice"),
             ("exit", "code 7"),
         ):
             with pytest.raises(Failed, match=says):
@@ -486,7 +487,7 @@ def test_a_hang_in_a_sandbox_says_where_it_hung(folder: Path) -> None:
         with pytest.raises(Failed, match=r"crashed its worker process \(SIGSEGV\); last frames: .*mine.py"):
             await episode.make(call("end", how="crash"))
 
-    run(workers_of(folder, sandbox=Sandbox(folder), seconds=5.0), work)
+    run(workers_of(folder, place=LocalProcesses(Sandbox(folder)), seconds=10.0), work)
 
 
 @pytest.mark.slow
@@ -495,9 +496,10 @@ def test_a_sandbox_dies_with_its_coordinator(folder: Path) -> None:
     code = f"""
 import asyncio, pathlib, time
 from dovetail.coordinator.sessions.environment_workers import *
+from dovetail.coordinator.user_code.local_process import *
 folder = pathlib.Path({str(folder)!r})
 async def main():
-    workers = EnvironmentWorkers(EnvironmentCode("mine:Shell", folder, 1, 120.0, True, Sandbox(folder)))
+    workers = EnvironmentWorkers(EnvironmentCode("mine:Shell", folder, 1, 120.0, True, LocalProcesses(Sandbox(folder))))
     await workers.begin("1-0-0-0", [], {{}})
     (worker,) = workers._workers
     print(worker.process._process._process.pid, flush=True)
@@ -550,7 +552,7 @@ def test_a_machine_without_sandboxes_refuses_and_says_what_to_do(
     _machine_problem.cache_clear()
     try:
         with pytest.raises(ValueError, match=r"^spec.sessions.sandbox: ") as error:
-            run(workers_of(folder, sandbox=Sandbox(folder)), lambda workers: workers.open())
+            run(workers_of(folder, place=LocalProcesses(Sandbox(folder))), lambda workers: workers.open())
     finally:
         _machine_problem.cache_clear()
     assert str(error.value) == (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -103,7 +105,7 @@ def play(
 ) -> None:
     relays = Relays(pods)
     given = {"workers": 2, "seconds": PATIENCE, "repeatable": True} | more
-    workers = EnvironmentWorkers(EnvironmentCode("mine:Counter", folder, sandbox=relays, **given))
+    workers = EnvironmentWorkers(EnvironmentCode("mine:Counter", folder, place=relays, **given))
 
     async def main() -> None:
         try:
@@ -151,11 +153,61 @@ def test_episodes_in_pods_and_how_their_processes_end(folder: Path) -> None:
 def test_a_hang_says_where_and_a_call_over_its_time_ends(folder: Path) -> None:
     async def work(workers: EnvironmentWorkers, relays: Relays) -> None:
         (one,) = await begun(workers, 1)
-        with pytest.raises(Failed, match=r"gave no answer within 3 s .*; last frames: .*mine.py:\d+ in wait, twice$"):
+        with pytest.raises(Failed, match=r"gave no answer within 10 s .*; last frames: .*mine.py:\d+ in wait, twice$"):
             await one.make(call("wait"))
         await until(lambda: not relays.below(0))
 
-    play(folder, work, seconds=3.0)
+    play(folder, work, seconds=10.0)
+
+
+def test_what_starts_while_another_process_ends_lives() -> None:
+    """Until a process is listed it looks like one that lost its parent. Its relay is a process, which ends its
+    children."""
+    code = """
+import asyncio, sys
+from dovetail.coordinator.user_code import pod_relay
+
+
+class Socket:
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        await asyncio.Event().wait()
+
+    async def close(self):
+        pass
+
+
+async def main():
+    relay, made, go_on = pod_relay.Relay("", "", None), asyncio.Queue(), asyncio.Event()
+
+    async def start_python(*given, **more):
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", env={}, **pipes)
+        made.put_nowait(process)
+        await go_on.wait()
+        return process
+
+    pod_relay.start_python = start_python
+    playing = asyncio.create_task(relay._play(Socket(), "module"))
+    process = await made.get()
+    other = await asyncio.create_subprocess_exec(sys.executable, "-c", "", start_new_session=True)
+    relay._started.add(other.pid)
+    await other.wait()
+    ending = asyncio.create_task(relay._end(other))
+    await asyncio.wait({ending}, timeout=1.0)
+    go_on.set()
+    await ending
+    process.stdin.write(b"\\n")
+    print(await process.wait())
+    playing.cancel()
+
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 def test_a_pod_that_dies_is_named_and_its_episodes_go_on_in_another(folder: Path) -> None:
@@ -205,9 +257,9 @@ def test_who_has_no_token_gets_no_process(folder: Path) -> None:
         async with aiohttp.ClientSession() as session:
             for token in ("", TOKEN, "x"):
                 with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
-                    await session.ws_connect(f"{relays.url}{PATH}", headers={"Authorization": f"Bearer {token}"})
+                    await session.ws_connect(f"{relays.address}{PATH}", headers={"Authorization": f"Bearer {token}"})
                 assert refused.value.status == 401
-            assert (await session.get(f"{relays.url}/metrics")).status == 404
+            assert (await session.get(f"{relays.address}/metrics")).status == 404
 
     play(folder, work)
 
@@ -225,7 +277,7 @@ def test_no_pod_comes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_agent_plays_in_a_pod_and_begins_anew_when_it_dies(tmp_path: Path) -> None:
     """It gets the turns that it had, and nothing is drawn twice."""
     job, relays = Job(tmp_path, [added(1, 2), added(3, 4), f"7{END}"]), Relays()
-    job.sandbox = relays
+    job.place = relays
 
     async def lost() -> None:
         if len(job.drawn) == 1:
@@ -242,7 +294,7 @@ def test_an_agent_plays_in_a_pod_and_begins_anew_when_it_dies(tmp_path: Path) ->
 
 def test_an_agent_whose_pods_die_again_and_again(tmp_path: Path) -> None:
     job, relays = Job(tmp_path, [added(1, 2)] * 9), Relays()
-    job.sandbox = relays
+    job.place = relays
     killed: list[int] = []
 
     async def lost() -> None:

@@ -128,8 +128,9 @@ class Engines:
         self._trackers = TrackerProcesses(spec, settings.run_dir, self.run_id, log)
         self._batches = Batches(None, self.records.batches, store)
         self._rewards = self._reward_calls()
-        reached = (settings.host, AGENTS_PORT, settings.token) if settings.pods else ()
-        places = Places(settings.base_dir, settings.run_dir, *reached)
+        places = Places(settings.base_dir, settings.run_dir)
+        if settings.pods:
+            places = places._replace(host=settings.host, port=AGENTS_PORT, token=settings.token)
         self._environment = job_environment(spec, places, self.run_id, log, self._function_read)
         self._metrics = EvaluationMetrics(spec, settings.base_dir, log)
         self._tasks: list[asyncio.Task[None]] = []

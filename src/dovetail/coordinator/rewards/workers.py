@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from dovetail.coordinator.rewards import worker as worker_module
 from dovetail.coordinator.rewards.calls import Call, CallFailed, Function, RewardAnswer, RewardError
+from dovetail.coordinator.user_code.local_process import LocalProcesses
 from dovetail.coordinator.user_code.user_process import START_SECONDS, Gone, UserProcess
 from dovetail.manifest.types import RewardModel
 
@@ -100,7 +101,7 @@ class Workers:
     async def _start(self) -> UserProcess:
         """Start a worker. Raises CallFailed if the functions cannot be imported."""
         field = self._field
-        worker = await UserProcess.start(worker_module.__name__)
+        worker = await LocalProcesses().start(worker_module.__name__)
         self._all.add(worker)
         try:
             reply = await worker.ask(self._order, START_SECONDS)

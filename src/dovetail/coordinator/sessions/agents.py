@@ -4,12 +4,9 @@ is asked to play it. They reach the job at one socket only, which has the routes
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +22,7 @@ from dovetail.coordinator.sessions.bridge import Tools
 from dovetail.coordinator.sessions.chat_routes import MODEL, ChatRoutes
 from dovetail.coordinator.sessions.effects import Failed
 from dovetail.coordinator.sessions.http_environment import Tries, Unanswered
-from dovetail.coordinator.user_code.sandbox import Sandbox
-from dovetail.coordinator.user_code.sandbox_pods import NoSandbox, SandboxPods
-from dovetail.coordinator.user_code.user_process import START_SECONDS, Gone, UserProcess, limits
+from dovetail.coordinator.user_code.user_process import START_SECONDS, Gone, NoPlace, ProcessPlace
 from dovetail.manifest.training_types import SessionAgent
 from dovetail.protocol.http.client_session import client_session
 from dovetail.protocol.http.serving import Runner
@@ -41,40 +36,21 @@ BEGUN = 3
 
 
 class CommandAgents:
-    """The agents of a job (`Environment`), which ask at the `routes`. Their command is started in `folder`. Without
-    `sandbox` it may do what the job may."""
+    """The agents of a job (`Environment`), which ask at the `routes`. Their command is started at `place`, in
+    `folder`."""
 
     # They have tools of their own.
     tools: Tools = ()
 
-    def __init__(
-        self, given: SessionAgent, folder: Path, sandbox: Sandbox | SandboxPods | None, routes: ChatRoutes
-    ) -> None:
+    def __init__(self, given: SessionAgent, folder: Path, place: ProcessPlace, routes: ChatRoutes) -> None:
         assert given.command is not None
         self._command, self._seconds = given.command, given.timeout_seconds
-        self._folder, self._sandbox, self._routes = folder, sandbox, routes
-        self._runner: Runner | None = None
-        self._socket: Path | None = None
+        self._folder, self._place, self._routes = folder, place, routes
+        self._socket: str | None = None
 
     async def open(self) -> None:
         """Serve the routes. It may be called again. Raises ValueError with one sentence."""
-        if self._runner is not None:
-            return
-        if isinstance(self._sandbox, SandboxPods):
-            await self._sandbox.open(self._routes.app(self._sandbox.routes()))
-            return
-        if self._sandbox is not None:
-            await self._sandbox.check("agent")
-        # The path of a Unix socket has at most 107 bytes, so it is not in the run's folder. Its routes ask for a key.
-        folder = Path(tempfile.mkdtemp(prefix="dovetail-"))
-        folder.chmod(0o711)
-        self._socket = folder / "routes"
-        if self._sandbox is not None:
-            self._sandbox = replace(self._sandbox, also=[folder])
-        self._runner = Runner(self._routes.app(), access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.UnixSite(self._runner, self._socket).start()
-        self._socket.chmod(0o666)
+        self._socket = await self._place.open("agent", self._routes.app())
 
     async def begin(self, episode: str, asked: Sequence[Message], fields: Mapping[str, Any]) -> AgentEpisode:
         """Start the command, which gets the whole record: it has a conversation of its own."""
@@ -83,13 +59,7 @@ class CommandAgents:
 
     async def close(self) -> None:
         """Serve no more. Episodes end their own commands."""
-        if isinstance(self._sandbox, SandboxPods):
-            await self._sandbox.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
-        if self._socket is not None:
-            shutil.rmtree(self._socket.parent, ignore_errors=True)
+        await self._place.close()
 
     async def _run(self, record: Mapping[str, Any], key: str) -> None:
         """Run the command to its end. It begins anew if its pod was lost. Raises Failed if it ends badly. When this is
@@ -103,18 +73,18 @@ class CommandAgents:
     async def _lost(self, record: Mapping[str, Any], key: str) -> str | None:
         """Run the command once. How its pod was lost, as a verb phrase. None if it has ended well."""
         try:
-            process = await UserProcess.start(agent_worker.__name__, self._sandbox)
-        except NoSandbox as error:
+            process = await self._place.start(agent_worker.__name__)
+        except NoPlace as error:
             raise Failed(str(error)) from error
         request = {
             "command": self._command,
             "folder": str(self._folder),
             "record": record,
             "key": key,
-            "socket": None if self._socket is None else str(self._socket),
+            "socket": self._socket,
         }
         try:
-            await process.ask(limits(self._sandbox), START_SECONDS)
+            await process.ask(self._place.limits, START_SECONDS)
             reply = await process.ask(request, None)
         except TimeoutError:
             raise Failed(f"the agent's process did not start within {START_SECONDS:.0f} s") from None

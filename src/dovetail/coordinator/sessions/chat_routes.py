@@ -67,12 +67,11 @@ class ChatRoutes:
         }
         self._length, self._log, self._noted = length, log, set[str]()
 
-    def app(self, more: Iterable[web.AbstractRouteDef] = ()) -> web.Application:
-        """A server of the routes, and of `more`."""
+    def app(self) -> web.Application:
+        """A server of the routes."""
         app = web.Application(client_max_size=_LARGEST_BYTES, middlewares=[_refusing])
         app.add_routes(
             [
-                *more,
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/responses", self._responses),
                 web.post("/inference/v1/generate", self._generate),

@@ -15,9 +15,7 @@ from dovetail.coordinator.data.text.chat_template import Message
 from dovetail.coordinator.sessions import environment_worker
 from dovetail.coordinator.sessions.bridge import Tools
 from dovetail.coordinator.sessions.effects import EpisodeLost, Failed, MayBeMade, ToolCall
-from dovetail.coordinator.user_code.sandbox import Sandbox
-from dovetail.coordinator.user_code.sandbox_pods import NoSandbox, SandboxPods
-from dovetail.coordinator.user_code.user_process import START_SECONDS, Gone, UserProcess, limits
+from dovetail.coordinator.user_code.user_process import START_SECONDS, Gone, NoPlace, ProcessPlace, UserProcess
 
 FIELD = "spec.sessions.environment.function"
 _T = TypeVar("_T")
@@ -26,15 +24,15 @@ _T = TypeVar("_T")
 @dataclass(frozen=True)
 class EnvironmentCode:
     """A Python class that a manifest names: `name` is module:Class, looked for in `folder`. Up to `workers` processes
-    have its objects. A call must end within `seconds`. If calls are `repeatable`, they are made again where a process
-    died. Without `sandbox` the class may do what the job may."""
+    at `place` have its objects. A call must end within `seconds`. If calls are `repeatable`, they are made again where
+    a process died."""
 
     name: str
     folder: Path
     workers: int
     seconds: float
     repeatable: bool
-    sandbox: Sandbox | SandboxPods | None
+    place: ProcessPlace
 
 
 @dataclass(eq=False)
@@ -87,10 +85,7 @@ class EnvironmentWorkers:
         """Import the class in a first process. It may be called again. Raises ValueError with one sentence."""
         if self._tools is not None:
             return
-        if isinstance(self.code.sandbox, SandboxPods):
-            await self.code.sandbox.open()
-        elif self.code.sandbox is not None:
-            await self.code.sandbox.check("environment")
+        await self.code.place.open("environment")
         try:
             worker = await self._place()
             reply = await worker.process.ask({"tools": True, "seconds": START_SECONDS}, START_SECONDS)
@@ -117,8 +112,7 @@ class EnvironmentWorkers:
     async def close(self) -> None:
         """End all processes."""
         await self._end_all()
-        if isinstance(self.code.sandbox, SandboxPods):
-            await self.code.sandbox.close()
+        await self.code.place.close()
 
     async def _end_all(self) -> None:
         for worker in self._workers:
@@ -186,11 +180,11 @@ class EnvironmentWorkers:
     async def _start(self) -> _Worker:
         code = self.code
         try:
-            worker = _Worker(await UserProcess.start(environment_worker.__name__, code.sandbox))
-        except NoSandbox as error:
+            worker = _Worker(await code.place.start(environment_worker.__name__))
+        except NoPlace as error:
             raise Failed(str(error)) from error
         self._workers.append(worker)
-        order = {"name": code.name, "field": FIELD, "folder": str(code.folder), **limits(code.sandbox)}
+        order = {"name": code.name, "field": FIELD, "folder": str(code.folder), **code.place.limits}
         try:
             reply = await worker.process.ask(order, START_SECONDS)
         except TimeoutError:

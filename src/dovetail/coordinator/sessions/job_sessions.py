@@ -16,8 +16,10 @@ from dovetail.coordinator.sessions.environment_workers import EnvironmentCode, E
 from dovetail.coordinator.sessions.http_environment import HttpEnvironment
 from dovetail.coordinator.sessions.play import Environment, Player
 from dovetail.coordinator.store.tool_calls import ToolCalls
+from dovetail.coordinator.user_code.local_process import LocalProcesses
 from dovetail.coordinator.user_code.sandbox import Sandbox
 from dovetail.coordinator.user_code.sandbox_pods import SandboxPods
+from dovetail.coordinator.user_code.user_process import ProcessPlace
 from dovetail.manifest.training_types import Sessions
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.protocol.process.env import sandbox_token
@@ -43,23 +45,21 @@ def job_environment(
     if (sessions := spec.sessions) is None:
         return None
     folder = Path(spec.models.reward.import_path or places.base_dir)
-    sandbox: Sandbox | SandboxPods | None = None
+    place: ProcessPlace = LocalProcesses(None if sessions.sandbox == "None" else Sandbox(folder, [places.run_dir]))
     if sessions.sandbox == "Pod" and places.token:
-        sandbox = SandboxPods(sandbox_token(places.token), places.host, places.port)
-    elif sessions.sandbox != "None":
-        sandbox = Sandbox(folder, [places.run_dir])
+        place = SandboxPods(sandbox_token(places.token), places.host, places.port)
     if sessions.agent is not None:
         length = spec.data.max_prompt_tokens + spec.generation.max_tokens
         routes = ChatRoutes(spec.generation, length, log)
         if sessions.agent.url is not None:
             return ServiceAgents(sessions.agent, run, places.port, routes)
-        return CommandAgents(sessions.agent, folder, sandbox, routes)
+        return CommandAgents(sessions.agent, folder, place, routes)
     given = sessions.environment
     assert given is not None
     if given.url is not None:
         return HttpEnvironment(given.url, run, given.timeout_seconds)
     assert given.function is not None
-    code = EnvironmentCode(given.function, folder, given.workers, given.timeout_seconds, sessions.repeatable, sandbox)
+    code = EnvironmentCode(given.function, folder, given.workers, given.timeout_seconds, sessions.repeatable, place)
     return EnvironmentWorkers(code, read)
 
 

@@ -1,30 +1,83 @@
-"""A process of this machine that runs a user's code, in a sandbox or not."""
+"""Processes of this machine that run a user's code, in a sandbox or not."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
+from aiohttp import web
+
 from dovetail.coordinator.user_code.sandbox import Sandbox
+from dovetail.coordinator.user_code.user_process import END_SECONDS, LINE_BYTES, UserProcess
+from dovetail.protocol.http.serving import Runner
 from dovetail.protocol.process.env import TOKEN, started_with
 
-LINE_BYTES = 1 << 26
-# The time to wait for the last output and the exit status of a process that is being ended.
-END_SECONDS = 2.0
 # What the process starts inherits this variable, whichever session or parent it has later.
 MARK = "DOVETAIL_USER_CODE"
 
 
-class LocalProcess:
-    """One process and its pipes. A sandbox is two processes around it."""
+class LocalProcesses:
+    """Starts processes here (`ProcessPlace`). Without `sandbox` they may do what the job may."""
 
-    # Why it is lost, though nobody saw it end. Nothing of this machine is.
+    def __init__(self, sandbox: Sandbox | None = None) -> None:
+        self._sandbox = sandbox
+        self._runner: Runner | None = None
+        self._socket: Path | None = None
+
+    @property
+    def limits(self) -> dict[str, bool]:
+        """In a sandbox, root becomes nobody."""
+        return dict.fromkeys(("limited", "nobody"), self._sandbox is not None)
+
+    async def open(self, whose: str, app: web.Application | None = None) -> str | None:
+        """Serve `app` at a Unix socket: a sandbox has no network. Raises ValueError with one sentence."""
+        if self._sandbox is not None:
+            await self._sandbox.check(whose)
+        if app is None or self._socket is not None:
+            return None if self._socket is None else str(self._socket)
+        # The path of a Unix socket has at most 107 bytes, so it is not in the run's folder. Its routes ask for a key.
+        folder = Path(tempfile.mkdtemp(prefix="dovetail-"))
+        folder.chmod(0o711)
+        self._socket = folder / "routes"
+        if self._sandbox is not None:
+            self._sandbox = replace(self._sandbox, also=[folder])
+        self._runner = Runner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.UnixSite(self._runner, self._socket).start()
+        self._socket.chmod(0o666)
+        return str(self._socket)
+
+    async def start(self, module: str) -> UserProcess:
+        """Start `module`, which calls `answer_requests`."""
+        mark = uuid.uuid4().hex
+        inside = self._sandbox.command() if self._sandbox is not None else []
+        # The parent of what runs in a sandbox is the first of its processes.
+        process = await start_python(module, 1 if inside else os.getpid(), {MARK: mark}, inside)
+        return UserProcess(LocalProcess(process, f"{MARK}={mark}", bool(inside)))
+
+    async def close(self) -> None:
+        """Serve no more. Processes end when `UserProcess.end` ends them."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        if self._socket is not None:
+            shutil.rmtree(self._socket.parent, ignore_errors=True)
+            self._socket = None
+
+
+class LocalProcess:
+    """One process and its pipes (`RunningProcess`). A sandbox is two processes around it."""
+
+    # Nothing of this machine is lost.
     lost = ""
 
     def __init__(self, process: asyncio.subprocess.Process, mark: str, sandboxed: bool) -> None:
@@ -32,15 +85,6 @@ class LocalProcess:
         assert process.stderr is not None
         self._process, self._mark, self._sandboxed = process, mark, sandboxed
         self.answers, self.said = process.stdout, process.stderr
-
-    @staticmethod
-    async def start(module: str, sandbox: Sandbox | None) -> LocalProcess:
-        """Start `module`, which calls `answer_requests`."""
-        mark = uuid.uuid4().hex
-        inside = sandbox.command() if sandbox is not None else []
-        # The parent of what runs in a sandbox is the first of its processes.
-        process = await start_python(module, 1 if inside else os.getpid(), {MARK: mark}, inside)
-        return LocalProcess(process, f"{MARK}={mark}", sandbox is not None)
 
     async def send(self, request: bytes) -> None:
         """Raises BrokenPipeError and ConnectionResetError."""

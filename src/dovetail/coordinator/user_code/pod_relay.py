@@ -22,8 +22,9 @@ from typing import Any
 
 import aiohttp
 
-from dovetail.coordinator.user_code.local_process import END_SECONDS, MARK, start_python
+from dovetail.coordinator.user_code.local_process import MARK, start_python
 from dovetail.coordinator.user_code.sandbox_pods import ANSWERS, BEAT_SECONDS, MESSAGE_BYTES, PATH, SAID
+from dovetail.coordinator.user_code.user_process import END_SECONDS
 from dovetail.protocol.http.client_session import client_session
 from dovetail.protocol.process import env
 from dovetail.protocol.process.endings import cancel
@@ -41,6 +42,8 @@ class Relay:
         self._url, self._name, self._session = url.rstrip("/"), name, session
         self._marks = set[str]()
         self._started = set[int]()
+        # Held while one starts: until then it is in no list, and has no mark.
+        self._starting = asyncio.Lock()
         self._tasks = set[asyncio.Task[None]]()
 
     async def run(self) -> None:
@@ -70,8 +73,9 @@ class Relay:
         process = None
         try:
             more = {MARK: mark, "HOME": folder, "TMPDIR": folder}
-            process = await start_python(module, os.getpid(), more, folder=folder)
-            self._started.add(process.pid)
+            async with self._starting:
+                process = await start_python(module, os.getpid(), more, folder=folder)
+                self._started.add(process.pid)
             assert process.stdout is not None
             assert process.stderr is not None
             answers = asyncio.create_task(_send(socket, ANSWERS, process.stdout))
@@ -99,10 +103,12 @@ class Relay:
         """Until it and all that it started have ended."""
         ending = asyncio.ensure_future(process.wait())
         while not ending.done():
-            self._sweep()
+            async with self._starting:
+                self._sweep()
             await asyncio.wait({ending}, timeout=_SWEEP_SECONDS)
         self._started.discard(process.pid)
-        self._sweep()
+        async with self._starting:
+            self._sweep()
 
     def _sweep(self) -> None:
         """End what has lost its parent, and so is a child of this process, unless it is of a process that runs. What it

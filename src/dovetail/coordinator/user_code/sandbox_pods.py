@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from aiohttp import WSMsgType, web
 
-from dovetail.coordinator.user_code.local_process import LINE_BYTES
+from dovetail.coordinator.user_code.user_process import LINE_BYTES, NoPlace, UserProcess
 from dovetail.protocol.http import serving
 
 PATH = "/v1/sandbox"
@@ -32,12 +32,8 @@ MOST_IDLE = 256
 FIELD = "spec.sessions.sandbox"
 
 
-class NoSandbox(Exception):
-    """No pod came. The message is a sentence."""
-
-
 class PodProcess:
-    """A process in a pod, as `LocalProcess`. `listen` must run."""
+    """A process in a pod (`RunningProcess`). `listen` must run."""
 
     def __init__(self, socket: web.WebSocketResponse, transport: asyncio.Transport | None, pod: str) -> None:
         self.pod, self.lost = pod, ""
@@ -114,8 +110,11 @@ class PodProcess:
 
 
 class SandboxPods:
-    """Starts processes in a job's pods. `token` is that of the sandboxes. The route is served at `port`, at any if it
-    is 0."""
+    """Starts processes in a job's pods (`ProcessPlace`). `token` is that of the sandboxes. The route is served at
+    `port`, at any if it is 0."""
+
+    # A pod has a user of its own.
+    limits = {"limited": True, "nobody": False}  # noqa: RUF012 - nobody changes it
 
     def __init__(self, token: str, host: str, port: int) -> None:
         self._token, self._host, self._port = token, host, port
@@ -124,21 +123,21 @@ class SandboxPods:
         self._changed = asyncio.Condition()
         self._runner: serving.Runner | None = None
 
-    def routes(self) -> list[web.RouteDef]:
-        """What relays ask."""
-        return [web.get(PATH, self._join)]
-
-    async def open(self, app: web.Application | None = None) -> str:
-        """Serve the application, which has these routes, or only them, and return their address. It may be called
-        again."""
-        if self._runner is None:
-            if app is None:
-                app = web.Application()
-                app.add_routes(self.routes())
-            self._runner = serving.Runner(app, access_log=None, shutdown_timeout=0.1)
-            await self._runner.setup()
-            await web.TCPSite(self._runner, self._host, self._port, reuse_address=True).start()
+    @property
+    def address(self) -> str:
+        """Where relays ask, once it is open."""
+        assert self._runner is not None
         return f"http://{self._host}:{self._runner.addresses[0][1]}"
+
+    async def open(self, whose: str, app: web.Application | None = None) -> None:
+        """Serve what relays ask, and `app`. It may be called again."""
+        if self._runner is not None:
+            return
+        app = web.Application() if app is None else app
+        app.add_routes([web.get(PATH, self._join)])
+        self._runner = serving.Runner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._host, self._port, reuse_address=True).start()
 
     async def close(self) -> None:
         """Serve no more. The processes end."""
@@ -146,15 +145,15 @@ class SandboxPods:
             await self._runner.cleanup()
             self._runner = None
 
-    async def start(self, module: str) -> PodProcess:
-        """Start a module where the fewest processes run. Raises NoSandbox."""
+    async def start(self, module: str) -> UserProcess:
+        """Start a module where the fewest processes run. Raises NoPlace."""
         while True:
             process = await self._next()
             try:
                 await process.begin(module)
             except ConnectionResetError:
                 continue
-            return process
+            return UserProcess(process)
 
     async def _next(self) -> PodProcess:
         try:
@@ -166,7 +165,7 @@ class SandboxPods:
                 return found
         except TimeoutError:
             said = f"{FIELD}: no pod of a sandbox has come within {WAIT_SECONDS:.0f} s"
-            raise NoSandbox(f"{said}; kubectl describe sandbox, and its pods, say why") from None
+            raise NoPlace(f"{said}; kubectl describe sandbox, and its pods, say why") from None
 
     async def _join(self, request: web.Request) -> web.StreamResponse:
         if not serving.authorized(request.headers.get("Authorization"), self._token):

@@ -11,15 +11,20 @@ import signal
 import sys
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from dovetail.coordinator.user_code.local_process import END_SECONDS, LocalProcess
-from dovetail.coordinator.user_code.sandbox import Sandbox
-from dovetail.coordinator.user_code.sandbox_pods import PodProcess, SandboxPods
+from aiohttp import web
+
 from dovetail.coordinator.user_code.user_requests import FRAMES
 
 # The time limit of a process's start. A module may import large libraries and load models, which takes time.
 START_SECONDS = 300.0
+# The time to wait for the last output and the exit status of a process that is being ended.
+END_SECONDS = 2.0
+# The time to wait for a stack. A process writes it at once, whatever it does, if the machine lets it.
+STACK_SECONDS = 10.0
+# The longest request or answer, bytes.
+LINE_BYTES = 1 << 26
 TAIL_LINES = 200
 # A longer line is kept from its end. A progress bar may never end its line.
 LINE_CHARACTERS = 4096
@@ -29,30 +34,70 @@ _FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 _OWN = str(Path(__file__).parents[1])
 
 
-def limits(sandbox: Sandbox | SandboxPods | None) -> dict[str, bool]:
-    """What a process is told of its limits. A pod has a user of its own."""
-    return {"limited": sandbox is not None, "nobody": isinstance(sandbox, Sandbox)}
-
-
 class Gone(Exception):
     """The process ended before it answered, or wrote something else."""
 
 
-class UserProcess:
-    """One process, here or in a pod."""
+class NoPlace(Exception):
+    """No process can be started. The message is a sentence."""
 
-    def __init__(self, process: LocalProcess | PodProcess) -> None:
+
+class RunningProcess(Protocol):
+    """A process, wherever it runs, and its pipes."""
+
+    answers: asyncio.StreamReader
+    said: asyncio.StreamReader
+
+    @property
+    def lost(self) -> str:
+        """Why it is lost, though nobody saw it end, as a verb phrase. Empty if it is not."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative for a signal. None while it runs, and where nobody knows it."""
+
+    async def send(self, request: bytes) -> None:
+        """Raises BrokenPipeError and ConnectionResetError."""
+
+    async def show_stack(self) -> None:
+        """Have it write its stack to what it says."""
+
+    async def wait(self) -> None:
+        """Until it has ended."""
+
+    async def kill(self) -> None:
+        """With all that it started."""
+
+    def close(self) -> None:
+        """Close its input."""
+
+
+class ProcessPlace(Protocol):
+    """Where processes with a user's code run: here, in a sandbox or not, or in pods."""
+
+    @property
+    def limits(self) -> dict[str, bool]:
+        """What a process is told: whether it is `limited`, and whether it becomes `nobody` if it is root."""
+
+    async def open(self, whose: str, app: web.Application | None = None) -> str | None:
+        """Prepare for processes, which reach `app`. `whose` says what they are. Returns the path of the socket at which
+        they reach it. None: at the job's address. It may be called again. Raises ValueError with one sentence."""
+
+    async def start(self, module: str) -> UserProcess:
+        """Start `module`, which calls `answer_requests`. Raises NoPlace."""
+
+    async def close(self) -> None:
+        """Serve no more."""
+
+
+class UserProcess:
+    """One process, and what it says."""
+
+    def __init__(self, process: RunningProcess) -> None:
         self._process = process
         self._said: deque[str] = deque(maxlen=TAIL_LINES)
         self._output_changed = asyncio.Event()
         self._listening = asyncio.create_task(self._listen())
-
-    @staticmethod
-    async def start(module: str, sandbox: Sandbox | SandboxPods | None = None) -> UserProcess:
-        """Start `module`, which calls `answer_requests`. Raises NoSandbox if there is no pod for it."""
-        if isinstance(sandbox, SandboxPods):
-            return UserProcess(await sandbox.start(module))
-        return UserProcess(await LocalProcess.start(module, sandbox))
 
     @property
     def lost(self) -> bool:
@@ -94,7 +139,7 @@ class UserProcess:
         self._said.clear()
         await self._process.show_stack()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_SECONDS):
+            async with asyncio.timeout(STACK_SECONDS):
                 while not self._frames(whole=True):
                     self._output_changed.clear()
                     await self._output_changed.wait()
