@@ -545,16 +545,24 @@ class _Reconciler:
             fixed = kind == VOLUME_CLAIM.kind or (kind == CONFIG_MAP.kind and started)
             if there is None:
                 found += [thing] if pods or kind not in WITH_PODS else []
-            elif not fixed and not matches(thing, there) and not self._seen.drift.settled(thing, there):
-                if (pause := self._seen.drift.pause(thing, there, self._now)) > 0:
-                    self._requeue.append(pause)
-                    contested = True
-                else:
+            elif not fixed and self._differs(thing, there):
+                if self._may_correct(thing, there):
                     found.append(thing)
+                else:
+                    contested = True
             else:
                 fine.add(kind)
         self._seen.drift.found(look, fine, all_fine=not (found or contested))
         return found
+
+    def _differs(self, thing: Object, there: Object) -> bool:
+        return not matches(thing, there) and not self._seen.drift.settled(thing, there)
+
+    def _may_correct(self, thing: Object, there: Object) -> bool:
+        """Whether an object that differs is corrected now. If somebody else changes it each time, it has to wait."""
+        if (pause := self._seen.drift.pause(thing, there, self._now)) > 0:
+            self._requeue.append(pause)
+        return pause <= 0
 
     def _protected(self, pods: list[Object]) -> bool:
         """Whether drains take the job's pods one at a time. Nothing is left to protect if training stands, or if all
@@ -631,10 +639,10 @@ class _Reconciler:
         found = list[Object]()
         for thing in sandboxes.sandbox_objects(self._context, address):
             was = self._children.get(thing["kind"], thing["metadata"]["name"])
-            same = was is not None and (
-                thing["kind"] == SANDBOX.kind or matches(thing, was) or self._seen.drift.settled(thing, was)
-            )
-            found += [] if same else [thing]
+            # A Sandbox that is changed keeps its pod.
+            wrong = was is not None and thing["kind"] != SANDBOX.kind and self._differs(thing, was)
+            if was is None or (wrong and self._may_correct(thing, was)):
+                found.append(thing)
         over = [box for box in self._children.of(SANDBOX.kind) if is_true(box, "Finished") and not deleting(box)]
         return found, [(SANDBOX.kind, str(box["metadata"]["name"])) for box in over]
 
