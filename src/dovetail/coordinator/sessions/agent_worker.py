@@ -1,6 +1,6 @@
 """The process around an agent: `python -P -m dovetail.coordinator.sessions.agent_worker PARENT`.
 
-The first request (`user_requests`) is {"limited", "nobody"}, and is answered with {}. The other one is {"command",
+The first request (`user_requests`) is {"limited", "user"}, and is answered with {}. The other one is {"command",
 "folder", "record", "key", "socket"}. The command gets the record on its input, and reaches the routes at
 OPENAI_BASE_URL: those behind the Unix socket, also where there is no network, or without a socket those of the
 coordinator. When it has ended, the answer is {"exit": code, "said": last line of stderr}, or {"refused": sentence} if
@@ -28,7 +28,7 @@ _OUTPUT_SECONDS = 2.0
 
 def _load(order: Mapping[str, Any]) -> tuple[Answer, Reply]:
     if order["limited"]:
-        limit_this_process(order["nobody"])
+        limit_this_process(order["user"])
     return (lambda request, loop: loop.run_until_complete(_run(request))), {}
 
 

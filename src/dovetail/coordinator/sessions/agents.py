@@ -84,7 +84,7 @@ class CommandAgents:
             "socket": self._socket,
         }
         try:
-            await process.ask(self._place.limits, START_SECONDS)
+            await process.ask(process.limits, START_SECONDS)
             reply = await process.ask(request, None)
         except TimeoutError:
             raise Failed(f"the agent's process did not start within {START_SECONDS:.0f} s") from None

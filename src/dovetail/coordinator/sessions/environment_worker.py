@@ -1,6 +1,6 @@
 """A process in which environments live: `python -P -m dovetail.coordinator.sessions.environment_worker PARENT`.
 
-The first request (`user_requests`) is {"folder", "name", "field", "limited", "nobody"}. It is answered with {"ready":
+The first request (`user_requests`) is {"folder", "name", "field", "limited", "user"}. It is answered with {"ready":
 {"file", "digest"}} or {"refused": sentence}. All others have "seconds", their time limit:
 
     {"tools": true}                          {"tools"} or {"refused": sentence}
@@ -27,7 +27,7 @@ from dovetail.coordinator.user_code.user_requests import Answer, Reply, answer_r
 def _load(order: Mapping[str, Any]) -> tuple[Answer, Reply]:
     """Import the class."""
     if order["limited"]:
-        limit_this_process(order["nobody"])
+        limit_this_process(order["user"])
     environment: EnvironmentClass | None = None
     episodes: dict[int, PythonEpisode] = {}
 

@@ -184,7 +184,7 @@ class EnvironmentWorkers:
         except NoPlace as error:
             raise Failed(str(error)) from error
         self._workers.append(worker)
-        order = {"name": code.name, "field": FIELD, "folder": str(code.folder), **code.place.limits}
+        order = {"name": code.name, "field": FIELD, "folder": str(code.folder), **worker.process.limits}
         try:
             reply = await worker.process.ask(order, START_SECONDS)
         except TimeoutError:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from dovetail.coordinator.user_code.sandbox import Sandbox
+from dovetail.coordinator.user_code.sandbox import FIRST_USER, Sandbox
 from dovetail.coordinator.user_code.user_process import END_SECONDS, LINE_BYTES, UserProcess
 from dovetail.protocol.http.serving import Runner
 from dovetail.protocol.process.env import TOKEN, started_with
@@ -32,11 +32,6 @@ class LocalProcesses:
         self._sandbox = sandbox
         self._runner: Runner | None = None
         self._socket: Path | None = None
-
-    @property
-    def limits(self) -> dict[str, bool]:
-        """In a sandbox, root becomes nobody."""
-        return dict.fromkeys(("limited", "nobody"), self._sandbox is not None)
 
     async def open(self, whose: str, app: web.Application | None = None) -> str | None:
         """Serve `app` at a Unix socket: a sandbox has no network. Raises ValueError with one sentence."""
@@ -85,6 +80,12 @@ class LocalProcess:
         assert process.stderr is not None
         self._process, self._mark, self._sandboxed = process, mark, sandboxed
         self.answers, self.said = process.stdout, process.stderr
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """In a sandbox, root becomes a user that no other sandbox has: the kernel counts a user's processes."""
+        alone = self._sandboxed and os.geteuid() == 0
+        return {"limited": self._sandboxed, "user": FIRST_USER + self._process.pid if alone else None}
 
     async def send(self, request: bytes) -> None:
         """Raises BrokenPipeError and ConnectionResetError."""

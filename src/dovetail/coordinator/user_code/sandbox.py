@@ -2,7 +2,7 @@
 
 It sees, and cannot change, the system's programs and libraries, this Python's packages and the code's folder. It may
 write to /tmp and /dev/shm, which are its own and end with it. It gets none of the job's environment variables but a
-few. What root starts becomes nobody, because the kernel does not limit the processes of root."""
+few. What root starts gets a user of its own, because the kernel does not limit the processes of root."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ _ISOLATED_BY_ROOT = (
     *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"),
 )
 NOBODY = 65534
+# The users of sandboxes that root starts are from here on.
+FIRST_USER = 2_000_000_000
 _KEPT = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "OMP_NUM_THREADS")
 
 
@@ -55,7 +57,7 @@ class Sandbox:
     def problem(self) -> str | None:
         """Why no sandbox can be made here, as a sentence's end. None if one can."""
         if os.geteuid() == 0 and self.folder.exists() and self.folder.stat().st_mode & 0o5 != 0o5:
-            return f"what root starts becomes nobody, who may not read {self.folder}; allow it (chmod o+rx)"
+            return f"what root starts gets a user of its own, who may not read {self.folder}; allow it (chmod o+rx)"
         return _machine_problem()
 
     def command(self) -> list[str]:
@@ -77,7 +79,8 @@ class Sandbox:
             if _below(each, [os.path.realpath(path)])
         ]
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        variables = {**kept, "HOME": "/tmp"}
+        # Users of sandboxes are in no list of users, where some programs look for their name.
+        variables = {**kept, "HOME": "/tmp", "USER": "nobody", "LOGNAME": "nobody"}
         return [
             *("bwrap", "--die-with-parent", "--clearenv", *(_ISOLATED if os.geteuid() else _ISOLATED_BY_ROOT)),
             *(part for name, value in variables.items() for part in ("--setenv", name, value)),
@@ -117,8 +120,8 @@ def _machine_problem() -> str | None:
     )
 
 
-def limit_this_process(nobody: bool) -> None:
-    """Set the limits of a process in a sandbox, and of all that it starts. With `nobody` root becomes nobody."""
+def limit_this_process(user: int | None) -> None:
+    """Set the limits of a process in a sandbox, and of all that it starts. Root becomes `user`."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_KILLED_FIRST))
     for kind, limit in (
@@ -130,10 +133,10 @@ def limit_this_process(nobody: bool) -> None:
         hard = resource.getrlimit(kind)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (limit, limit))
-    if nobody and os.getuid() == 0:
+    if user is not None:
         os.setgroups([])
         os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        os.setuid(user)
 
 
 def limit_cpu_seconds(seconds: float) -> None:

@@ -14,6 +14,7 @@ import asyncio
 import json
 from collections import Counter
 from contextlib import suppress
+from typing import ClassVar
 
 from aiohttp import WSMsgType, web
 
@@ -34,6 +35,9 @@ FIELD = "spec.sessions.sandbox"
 
 class PodProcess:
     """A process in a pod (`RunningProcess`). `listen` must run."""
+
+    # The pods of a job have a user of their own.
+    limits: ClassVar[dict[str, int | None]] = {"limited": True, "user": None}
 
     def __init__(self, socket: web.WebSocketResponse, transport: asyncio.Transport | None, pod: str) -> None:
         self.pod, self.lost = pod, ""
@@ -112,9 +116,6 @@ class PodProcess:
 class SandboxPods:
     """Starts processes in a job's pods (`ProcessPlace`). `token` is that of the sandboxes. The route is served at
     `port`, at any if it is 0."""
-
-    # A pod has a user of its own.
-    limits = {"limited": True, "nobody": False}  # noqa: RUF012 - nobody changes it
 
     def __init__(self, token: str, host: str, port: int) -> None:
         self._token, self._host, self._port = token, host, port

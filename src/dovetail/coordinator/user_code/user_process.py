@@ -53,6 +53,10 @@ class RunningProcess(Protocol):
         """Why it is lost, though nobody saw it end, as a verb phrase. Empty if it is not."""
 
     @property
+    def limits(self) -> dict[str, int | None]:
+        """What it is told: whether it is `limited`, and which `user` it becomes, if any."""
+
+    @property
     def exit_code(self) -> int | None:
         """Negative for a signal. None while it runs, and where nobody knows it."""
 
@@ -75,10 +79,6 @@ class RunningProcess(Protocol):
 class ProcessPlace(Protocol):
     """Where processes with a user's code run: here, in a sandbox or not, or in pods."""
 
-    @property
-    def limits(self) -> dict[str, bool]:
-        """What a process is told: whether it is `limited`, and whether it becomes `nobody` if it is root."""
-
     async def open(self, whose: str, app: web.Application | None = None) -> str | None:
         """Prepare for processes, which reach `app`. `whose` says what they are. Returns the path of the socket at which
         they reach it. None: at the job's address. It may be called again. Raises ValueError with one sentence."""
@@ -98,6 +98,11 @@ class UserProcess:
         self._said: deque[str] = deque(maxlen=TAIL_LINES)
         self._output_changed = asyncio.Event()
         self._listening = asyncio.create_task(self._listen())
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """What it must be told first."""
+        return self._process.limits
 
     @property
     def lost(self) -> bool:
