@@ -2,7 +2,8 @@
 
 It runs in a Python of its own (pip install verifiers), and serves the contract of `spec.sessions.agent.url`
 (docs/environments.md, "An agent that is a service"). A prompt's record has `task`, the number of a task in the taskset,
-which is a module that Python finds, or one of those that come with verifiers: harbor, nemo_gym, openenv, textarena."""
+which is a module that Python finds, or one of those that come with verifiers: nemo_gym, openenv, textarena. The tasks
+of its `harbor` want containers and an agent with a shell: name another runtime and harness in `seat`."""
 
 import itertools
 import os
