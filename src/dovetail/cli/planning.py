@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.planner.cpus import mismatch
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.placements import Unknown, cheapest, fragment, place, recommend
-from dovetail.planner.planned_job import Chosen, ConfigError, Infeasible, PlannedJob, needed
+from dovetail.planner.planned_job import Chosen, ConfigError, Infeasible, PlannedJob, needed, worth
 from dovetail.protocol.errors import UsageError
 from dovetail.protocol.plan import Plan
 
@@ -85,8 +86,45 @@ def unpredicted(manifest: Path, job: RLHFJob, configs: Mapping[str, Any], profil
     return "actor and critic are pinned to different layouts; pin both of spec.plan.parallelism alike"
 
 
-def show_groups(console: Console, plan: Plan, spec: RLHFJobSpec, why_not: Callable[[], str]) -> None:
-    """Show the plan on the manifest's own groups. `why_not` returns why there is no prediction."""
+def server_pods(spec: RLHFJobSpec, plan: Plan, planned: Callable[[RLHFJobSpec], Plan]) -> Iterator[str]:
+    """For each rollout group whose pods have several GPUs: what runs on them, and whether smaller pods on the same GPUs
+    are faster. `planned` plans a job like this one, and may raise PlanError."""
+    from dovetail.planner.make_plan import PlanError
+
+    if plan.prediction is None:
+        return
+    own = plan.prediction.iteration_seconds
+    for index, group in enumerate(spec.groups):
+        count, here = group.gpu.per_pod, [rollout for rollout in plan.rollouts if rollout.group == group.name]
+        if not here or count == 1:
+            continue
+        stages = f", {here[0].pp} pipeline stages of {count // here[0].pp}" if here[0].pp > 1 else ""
+        places: dict[int, list[str]] = {}
+        for model in dict.fromkeys(model for each in here for model in each.scores):
+            places.setdefault(here[0].split.get(model, 1), []).append(model)
+        beside = [f"{', '.join(m)} on the first {n if n > 1 else 'of them'}" for n, m in places.items()]
+        scored = f", with {' and '.join(beside)}" if beside else ""
+        found: dict[float, str] = {}
+        for size in (size for size in range(1, count) if count % size == 0):
+            gpus, pods = group.gpu.model_copy(update={"per_pod": size}), group.pods * count // size
+            smaller = group.model_copy(update={"gpu": gpus, "replicas": pods})
+            groups = [*spec.groups[:index], smaller, *spec.groups[index + 1 :]]
+            with suppress(PlanError):
+                if (other := planned(spec.model_copy(update={"groups": groups})).prediction) is not None:
+                    found[other.iteration_seconds] = f"gpu.perPod {size} and replicas {pods}"
+        best = min(found, default=own)
+        yield f"Each pod of group {group.name} is one server on its {count} GPUs{stages}{scored}. " + (
+            f"With {found[best]} an iteration would take {best:.3g} s, not {own:.3g} s."
+            if worth(best, own, 1)
+            else "Smaller pods on the same GPUs would not be faster."
+        )
+
+
+def show_groups(
+    console: Console, plan: Plan, spec: RLHFJobSpec, pods: Iterable[str], why_not: Callable[[], str]
+) -> None:
+    """Show the plan on the manifest's own groups. `pods`: sentences about these. `why_not` returns why there is no
+    prediction."""
     console.print(plan_tables(plan))
     if plan.prediction is not None:
         console.print(prediction_tables(plan.prediction))
@@ -96,6 +134,8 @@ def show_groups(console: Console, plan: Plan, spec: RLHFJobSpec, why_not: Callab
     if plan.memory:
         templates = {group.name: group.pod_template for group in spec.groups}
         console.print("", pod_memory_table(plan.memory, templates), sep="\n")
+    for sentence in pods:
+        console.print(f"\n{sentence}", highlight=False, markup=False, soft_wrap=True)
 
 
 def show_inventory(console: Console, chosen: Chosen, groups: Plan | str) -> None:
@@ -190,7 +230,8 @@ def plan(
     \b
       dovetail plan job.yaml --inventory gpus.yaml --html plan.html
     """
-    from dovetail.planner.make_plan import PlanError
+    from dovetail.manifest.checks.files import layer_counts
+    from dovetail.planner.make_plan import PlanError, make_plan
 
     if inventory_path is not None and cluster:
         raise UsageError("--inventory and --cluster both name the GPUs; give one of them")
@@ -233,6 +274,8 @@ def plan(
     elif isinstance(groups, Plan):
         chosen = on_groups(job.spec, configs, measured) if html_path is not None else None
         if not as_json:
-            show_groups(console, groups, job.spec, lambda: unpredicted(manifest, job, configs, profile_path))
+            layers = layer_counts(job.spec, base)
+            pods = server_pods(job.spec, groups, lambda spec: make_plan(spec, layers, configs, measured))
+            show_groups(console, groups, job.spec, pods, lambda: unpredicted(manifest, job, configs, profile_path))
     if html_path is not None:
         write_html(html_path, job.metadata.name, chosen)

@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from dovetail.cli.planning import server_pods
 from dovetail.gpus.gpu_products import gpu
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.documents import parse
@@ -69,6 +70,27 @@ def test_pipeline_stages_come_where_a_model_does_not_fit_without():
     assert world_size(large.parallelism["actor"]) == 8
     assert large.warnings == []
     assert large.prediction is not None
+
+
+@pytest.mark.parametrize(
+    ("config", "product", "batch", "told"),
+    [
+        (SMALL, A100, 16, "on the first of them. With gpu.perPod 2 and replicas 2 an iteration would take 0."),
+        (SMALL, A100, 512, "on the first of them. With gpu.perPod 1 and replicas 4 an iteration would take 2."),
+        (MEDIUM, A10, 16, "on the first 4. Smaller pods on the same GPUs would not be faster."),
+    ],
+)
+def test_pods_of_several_gpus_are_one_server_each_and_told_with_faster_ones(config, product, batch, told):
+    groups = [group("train", ["trainer"], per_pod=4), group("gen", ["rollout"], product, per_pod=4)]
+    job = spec(groups, config, ppo={"globalBatchSize": batch, "miniBatchSize": batch})
+    (found,) = server_pods(job, make_plan(job), make_plan)
+    assert found.startswith("Each pod of group gen is one server on its 4 GPUs, with reference, reward, critic ")
+    assert told in found
+
+
+def test_pods_of_one_gpu_are_not_spoken_of():
+    job = spec()
+    assert list(server_pods(job, make_plan(job), make_plan)) == []
 
 
 def test_a_plan_warns_of_rollouts_that_the_coordinator_cannot_follow():
