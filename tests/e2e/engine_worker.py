@@ -174,7 +174,7 @@ def training(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[
         out[key] = full_training(Engine(spec(), groups), folder, key)
         if world < 4:
             out[key]["bfloat16"] = mixed_training(groups, folder / f"bfloat16-{key}")
-            out[key]["lora"] = lora_training(groups, folder, key)
+            out[key]["lora"] = lora_training(groups, folder, key, exported(folder), 0.3)
             out[key]["disk"] = full_disk(groups, folder / f"refused-{key}")
         if dp > 1:
             out[f"{key} whole"] = full_training(Engine(spec(**WHOLE), groups), folder, f"{key} whole")
@@ -221,13 +221,18 @@ def full_training(engine: Engine, folder: Path, key: str, zero3: bool = False) -
     return out
 
 
+def exported(folder: Path) -> ModelRef:
+    """The model that one rank trained."""
+    return ModelRef(head="lm", path=str(folder / "actor-1x1"))
+
+
 def unlike_under_zero3(groups: Groups, folder: Path) -> list[str]:
     """What ZeRO-3 does not train to the same bits as ZeRO-2 and as whole copies do, of steps with one micro-batch a
     rank. (With more, ZeRO-3 adds up the ranks before the micro-batches, and the others after them.) Nothing is clipped:
     norms of whole copies and of shards differ by rounding."""
     optimizer = {"learning_rate": 1e-2, "max_grad_norm": 1e6, "weight_decay": 0.1}
     ppo = {"actor_optimizer": optimizer, "critic_optimizer": optimizer, "ema": 0.9}
-    source = ModelRef(head="lm", path=str(folder / "actor-1x1"))
+    source = exported(folder)
     ways: dict[str, dict[str, Any]] = {
         "float32": {},
         "bfloat16": {"models": {name: {"dtype": "bfloat16"} for name in ("actor", "critic")}},
@@ -274,11 +279,10 @@ def mixed_training(groups: Groups, path: Path) -> dict[str, Any]:
     return {"log": log, "dtypes": {str(p.dtype) for p in shards(engine).values()}}
 
 
-def lora_training(groups: Groups, folder: Path, key: str) -> dict[str, Any]:
-    """Adapters on the actor, trained from the exported model; dropout only for the exact replay."""
+def lora_training(groups: Groups, folder: Path, key: str, source: ModelRef, *dropouts: float) -> dict[str, Any]:
+    """Adapters on the actor; dropout only for the exact replay."""
     out: dict[str, Any] = {}
-    source = ModelRef(head="lm", path=str(folder / "actor-1x1"))
-    for dropout in (0.0, 0.3):
+    for dropout in (0.0, *dropouts):
         engine = Engine(spec(models={"actor": {"lora": {"rank": 4, "dropout": dropout}}}), groups)
         engine.load(load_command(actor=source))
         base = {n: p for n, p in engine.models["actor"].module.named_parameters() if not p.requires_grad}

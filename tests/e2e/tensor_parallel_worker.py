@@ -44,6 +44,7 @@ FAMILIES = {
 # the processor decides.
 EPS = 1e-5
 TRAINED = ("qwen3", "opt")  # gradients of each rank's heads, biases
+ADAPTED = ("llama", "opt")
 # (pp, dp, tp), and whether stages are sharded over dp.
 LAYOUTS = {1: [(1, 1, 1, True)], 2: [(1, 1, 2, True)], 4: [(2, 1, 2, True), (1, 2, 2, True), (1, 2, 2, False)]}
 REFUSED = {"num_key_value_heads": {"num_key_value_heads": 1}, "intermediate_size": {"intermediate_size": 47}}
@@ -66,6 +67,8 @@ def training(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[
         out[key]["peak_bytes"] = engine.measured.peak_bytes
         if world < 4:
             out |= {family: one_family(engine, family) for family in TRAINED}
+        for family in ADAPTED if world < 4 else ADAPTED[:sharded]:
+            out[f"{key} {family} lora"] = base.lora_training(groups, folder, f"{key}-{family}", scratch(family))
         if world == 2:
             out["passes"] = {family: passes(groups, family) for family in FAMILIES}
             out["bfloat16"] = base.mixed_training(groups, folder / "bfloat16")
@@ -196,7 +199,7 @@ def unlike_gradients(whole: PipelineStage, stage: PipelineStage, summed: frozens
 def refused(groups: Any) -> dict[str, str]:
     out = {}
     specs = {name: (base.spec(), scratch("llama", **change)) for name, change in REFUSED.items()}
-    specs["lora"] = (base.spec(models={"actor": {"lora": {"rank": 2}}}), scratch("llama"))
+    specs["lora"] = (base.spec(models={"actor": {"lora": {"rank": 2, "dropout": 0.1}}}), scratch("llama"))
     for name, (spec, actor) in specs.items():
         try:
             Engine(spec, groups).load(base.load_command(actor=actor))

@@ -165,11 +165,38 @@ def test_export_is_the_whole_model(results: Results, folder: Path, world: int, l
             assert torch.equal(exported.get_parameter(name.removeprefix("actor/")), tensor)
 
 
+@pytest.mark.parametrize(
+    ("world", "layout", "family"),
+    [
+        (2, "1x1x2", "llama"),
+        (2, "1x1x2", "opt"),
+        *(pytest.param(4, layout, "llama", marks=pytest.mark.nightly) for layout in ("2x1x2", "1x2x2")),
+    ],
+)
+def test_adapters_train_as_on_one_rank(results: Results, folder: Path, world: int, layout: str, family: str) -> None:
+    reference = results[1][0][f"1x1x1 {family} lora"]
+    ranks = [rank[f"{layout} {family} lora"] for rank in results[world]]
+    end, start = (merged([reference], which) for which in ("end", "start"))
+    assert_close(merged(ranks, "start"), start, 0.0)
+    assert_close(merged(ranks, "end"), end, AFTER_MORE_STEPS)
+    assert any((end[name] - start[name]).abs().max() > 1e-3 for name in end if "_proj" in name), "the adapters learn"
+    for rank in ranks:
+        assert rank["log"] == ranks[0]["log"], "ranks see different numbers"
+        assert_same_numbers(rank["log"], reference["log"])
+        assert rank["base_is_frozen"]
+        assert rank["parts_agree"]
+        assert rank["replay_is_exact_0.0"]
+    exported = transformers.AutoModelForCausalLM.from_pretrained(folder / f"lora-{layout}-{family}")
+    for name, tensor in merged(ranks, "end").items():
+        if name.startswith("actor/"):
+            assert torch.equal(exported.get_parameter(name.removeprefix("actor/")), tensor)
+
+
 def test_what_cannot_be_split_is_refused(results: Results) -> None:
     for rank in results[2]:
         assert "tp 2 does not divide the model's num_key_value_heads, 1" in rank["refused"]["num_key_value_heads"]
         assert "tp 2 does not divide the model's intermediate_size, 47" in rank["refused"]["intermediate_size"]
-        assert "models.actor.lora" in rank["refused"]["lora"]
+        assert "models.actor.lora.dropout" in rank["refused"]["lora"]
 
 
 def test_a_lost_rank_is_told(results: Results) -> None:

@@ -283,8 +283,8 @@ RULES = [
     ({"reward.microBatchSize": 5}, "spec.reward.batchSize is 32, which cannot be cut into micro-batches of 5"),
     ({"plan.parallelism": {"actor": {"tp": 2}, "critic": {"dp": 2}}}, "the actor's tp 2 and the critic's tp 1 differ"),
     (
-        {"plan.parallelism": {"actor": {"tp": 2}}, "models.actor.lora": {}},
-        "spec.plan.parallelism.actor.tp is 2, but adapters (spec.models.actor.lora) are not split",
+        {"plan.parallelism": {"actor": {"tp": 2}}, "models.actor.lora": {"dropout": 0.1}},
+        "spec.plan.parallelism.actor.tp is 2, but adapters with dropout (spec.models.actor.lora) are not split",
     ),
     (
         {"ppo.microBatchSize": 64, "plan.parallelism": {"actor": {"dp": 2}}},
@@ -602,8 +602,8 @@ RULES = [
     ),
     *(
         (
-            {"plan.parallelism": {"actor": {"tp": 2}, "critic": {"tp": 2}}, f"models.{name}.lora": {}},
-            f"spec.plan.parallelism.critic.tp is 2, but adapters (spec.models.{name}.lora) are not split",
+            {"plan.parallelism": {"actor": {"tp": 2}, "critic": {"tp": 2}}, f"models.{name}.lora": {"dropout": 0.1}},
+            f"spec.plan.parallelism.critic.tp is 2, but adapters with dropout (spec.models.{name}.lora) are not split",
         )
         for name in ("critic", "reward")
     ),

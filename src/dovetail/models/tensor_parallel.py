@@ -54,16 +54,25 @@ def split_stage(stage: PipelineStage, mesh: Any) -> TensorSplit:
     )
 
     check_degree(stage.config, mesh.size())
+    frozen = {name for name, parameter in stage.named_parameters() if not parameter.requires_grad}
     here = Replicate()
+    whole = PrepareModuleInput(input_layouts=(here,), desired_input_layouts=(here,), use_local_output=True)
     by_outputs, by_inputs = stage.family.names("out"), stage.family.names("in")
     for layer in stage.body.layers.values():
         styles: dict[str, Any] = {}
         for name, module in layer.named_modules():
             leaf = name.rpartition(".")[2]
             if isinstance(module, nn.Linear):
+                # With an adapter, peft's names of the parts follow the layer's.
+                owner, adapter, part = name.removesuffix(".base_layer").partition(".lora_")
+                leaf = owner.rpartition(".")[2]
                 if leaf not in (*by_outputs, *by_inputs):
                     raise ModelError(f"layer {name} cannot be split over tensor-parallel ranks; set tp to 1")
-                styles[name] = ColwiseParallel() if leaf in by_outputs else RowwiseParallel()
+                # The part of an adapter that has the whole side of its layer is copied: its input is whole, too.
+                if adapter and part.startswith("A") == (leaf in by_outputs):
+                    styles[name] = whole
+                else:
+                    styles[name] = ColwiseParallel() if leaf in by_outputs else RowwiseParallel()
             elif leaf == "self_attn":
                 # One wrapper for q, k and v, so that the gradients of their input are summed over the ranks together.
                 styles[name] = PrepareModuleInput(
@@ -78,6 +87,8 @@ def split_stage(stage: PipelineStage, mesh: Any) -> TensorSplit:
         if module is not None:
             share_rows(module, mesh)
     named = dict(stage.named_parameters())
+    for name in frozen:
+        named[name].requires_grad_(False)  # torch makes new parameters
     placed = {name: p.placements[0] for name, p in named.items() if isinstance(p, DTensor)}
     shared = {name: place.dim for name, place in placed.items() if isinstance(place, Shard)}
     # Every rank holds the norms of heads, but its gradient comes only from its own heads.

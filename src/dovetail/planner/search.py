@@ -87,8 +87,8 @@ class Limits:
 
 def tensor_degrees(shape: ModelShape, per_node: int, lora: LoRA | None) -> list[int]:
     """The tensor-parallel degrees of a trained model. A degree stays within a node of `per_node` GPUs and cuts a layer
-    into equal parts. A model with adapters is not split."""
-    most = 1 if lora is not None else per_node
+    into equal parts. Adapters with dropout are not split."""
+    most = 1 if lora is not None and lora.dropout > 0 else per_node
     return [t for t in range(1, most + 1) if per_node % t == 0 and shape.split_problem(t) is None]
 
 

@@ -90,7 +90,8 @@ def test_where_stages_alone_do_not_fit_layers_are_split_and_the_fragment_plans_t
 
 
 @pytest.mark.slow
-def test_adapters_are_not_split_on_gpus_either() -> None:
-    lora = {"models.actor.lora": {"rank": 8}, "models.critic.lora": {"rank": 8}}
+def test_adapters_with_dropout_are_not_split() -> None:
+    dropping = {"rank": 8, "dropout": 0.1}
+    lora = {"models.actor.lora": dropping, "models.critic.lora": dropping}
     chosen = recommend(spec(LARGE, **lora), {}, Inventory((Pool("a100", gpu(A100), 4, 8),)))
     assert set(trained(chosen.candidate)) == {1}

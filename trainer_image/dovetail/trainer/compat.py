@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from dovetail.models.compat import Private
@@ -22,6 +23,11 @@ PRIVATE = (
         "a split backward detaches a stage's output in place, which a view does not allow",
     ),
     Private("torch:Tensor._base", "torch 2.13", "a transposed weight that autograd saves is a view of the parameter"),
+    Private(
+        "torch.distributed._functional_collectives:AsyncCollectiveTensor.trigger_wait",
+        "torch 2.13",
+        "what an adapter's first part gathers over tensor-parallel ranks is saved by its second part before it arrives",
+    ),
     Private("torch:_foreach_norm", "torch 2.13", "the norms of all gradients in one kernel, as clip_grad_norm_ has it"),
     Private("torch:_foreach_mul_", "torch 2.13", "all gradients scaled in one kernel, as clip_grad_norm_ has it"),
     Private("torch:_foreach_copy_", "torch 2.13", "a flat message back into all gradients in one kernel"),
@@ -75,6 +81,11 @@ def viewed(tensor: Tensor) -> Tensor:
     """The tensor of which this one is a view, or the tensor itself if it is no view."""
     base = tensor._base
     return tensor if base is None else base
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """The tensor, when a collective that writes it has ended."""
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def norms(tensors: list[Tensor]) -> Tensor:

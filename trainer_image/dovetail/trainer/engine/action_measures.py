@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.cuda.memory import memory_stats_as_nested_dict
 
 from dovetail.protocol.messages import Kind, StageTimes
-from dovetail.trainer.compat import viewed
+from dovetail.trainer.compat import arrived, viewed
 from dovetail.trainer.engine.optim import local
 
 # The kind of action, and its (model, chunk, micro-batch).
@@ -131,6 +131,7 @@ class SavedBytes:
         self._hooks.__exit__(*error)
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        tensor = arrived(tensor)
         # A linear layer that is split over tp ranks saves a transposed view of its weight.
         if not isinstance(viewed(tensor), torch.nn.Parameter):
             storage = local(tensor).untyped_storage()

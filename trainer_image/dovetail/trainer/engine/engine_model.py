@@ -79,8 +79,8 @@ class EngineModel:
         places = groups.pp_rank, groups.pp_size, groups.chunks, loops(groups.layout)
         stage = PipelineStage(load_config(ref), ref.head, *places)
         if trained.lora is not None:
-            if groups.tp_size > 1:
-                raise ModelError(f"models.{name}.lora: adapters are not trained with tp above 1; use pp and dp")
+            if groups.tp_size > 1 and trained.lora.dropout > 0:
+                raise ModelError(f"models.{name}.lora.dropout: ranks that share a layer drop nothing; set it to 0")
             lora.inject(stage, trained.lora)
         split = split_stage(stage, groups.tp_mesh)
         if checkpointing:
@@ -224,7 +224,7 @@ def parts(held: EngineModel, ready: Callable[[list[str]], None] = lambda names: 
     """This rank's part of every tensor of its stage under its Hugging Face name, with adapters merged.
 
     The tied copy is left out. So is a value head beside a language model, because rollouts do not use it. It is
-    collective over dp only if there are adapters.
+    collective over dp and tp only if there are adapters.
 
     `ready(names)` is called before the parameters `names` are read. These are a layer's parameters, or one that is in
     no layer. Raises `PeerLost`."""

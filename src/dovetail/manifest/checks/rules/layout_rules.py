@@ -102,12 +102,13 @@ def _whole_adapters(model: str) -> Rule:
     def holds(spec: RLHFJobSpec) -> bool:
         if model not in trained_models(spec) or trainer_world(spec) == 0:
             return True
-        return pinned(spec)[1].tp == 1 or getattr(spec.models, model).lora is None
+        lora = getattr(spec.models, model).lora
+        return pinned(spec)[1].tp == 1 or lora is None or lora.dropout == 0
 
     return spec_rule(
         holds,
-        f"{{field}}.tp is {{tp}}, but adapters (spec.models.{model}.lora) are not split over tensor-parallel ranks; "
-        "make tp 1, or remove lora.",
+        f"{{field}}.tp is {{tp}}, but adapters with dropout (spec.models.{model}.lora) are not split over "
+        "tensor-parallel ranks; make tp 1, or the dropout 0.",
         {"field": lambda spec: pinned(spec)[0], "tp": lambda spec: pinned(spec)[1].tp},
     )
 
