@@ -145,14 +145,14 @@ def test_another_leader_takes_over(server: KubeCluster, config: Path, tmp_path: 
     with operator(config, tmp_path, "one", NAMESPACES) as first:
         wait_for("leadership", first.leads)
         with operator(config, tmp_path, "two", NAMESPACES) as second:
-            wait_for("the second's probes", lambda: answers(second))
+            wait_for("the second's probes", second.answers)
             assert not second.leads()
             first.kill()
             wait_for("the second leads", second.leads)
             submit(server, manifest())
             wait_for("the JobSet", lambda: server.get("jobset", "demo", "-n", NAMESPACES[0]))
             with operator(config, tmp_path, "three", NAMESPACES) as third:
-                wait_for("the third's probes", lambda: answers(third))
+                wait_for("the third's probes", third.answers)
                 assert second.stop() == 0  # gives the lease back: no need to wait for its end
                 wait_for("the third leads", third.leads)
 
@@ -183,14 +183,6 @@ def test_nothing_is_lost_while_the_api_server_is_away(server: KubeCluster, confi
             assert process.stop() == 0, "it was the same process all the time"
     finally:
         proxy.close()
-
-
-def answers(process: OperatorProcess) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/readyz", timeout=5) as reply:
-            return bool(reply.status == 200)
-    except OSError:
-        return False
 
 
 def make_job(server: KubeCluster, uid: str, group: str, name: str = "demo", **pod_spec: Any) -> None:

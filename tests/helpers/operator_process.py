@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,8 +139,18 @@ class OperatorProcess:
         lines = [line for line in whole_lines(self.log) if line.startswith("{")]
         return [event for line in lines if (event := json.loads(line))["event"] == name]
 
+    def answers(self) -> bool:
+        """Whether it is ready. Then it takes signals, too."""
+        assert self.process.poll() is None or self._lost_its_lease(), self.log.read_text()
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=5) as reply:
+                return bool(reply.status == 200)
+        except OSError:
+            return False
+
     def stop(self) -> int:
-        """SIGTERM; the exit code."""
+        """SIGTERM; the exit code. It may have been started again a moment ago."""
+        wait_for("its probes", self.answers)
         with self._lock:
             self._ended = True
         self.process.terminate()

@@ -9,6 +9,7 @@ import pytest
 from safetensors import safe_open
 
 from helpers.null_gpu import Ended, Run
+from helpers.patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -182,7 +183,7 @@ def test_groups_of_gpu_tensors_have_no_gloo_beside_nccl(null_gpu: Run) -> None:
 def test_every_group_has_the_deadline_of_the_trainer(null_gpu: Run) -> None:
     """Also those of the mesh, which torch would give 10 minutes. Sums of gradients wait longer, by choice."""
     for found in null_gpu("backends", "trainer.backends", world=2).good():
-        assert found["deadlines"] == [20 * 240.0, *[240.0] * 6]
+        assert found["deadlines"] == [20 * PATIENCE, *[PATIENCE] * 6]
 
 
 @pytest.mark.parametrize("name", layouts("adapters", "all"))
@@ -330,9 +331,7 @@ def test_a_rank_that_waits_for_a_lost_peer_names_it_and_lives(
     null_gpu: Run, told: bool, layout: dict[str, int], doing: str
 ) -> None:
     """torch would end the process. The peer dies, which the coordinator tells, or it freezes, which nobody tells."""
-    ended = null_gpu(
-        f"lost-{told}-{next(iter(layout))}", "trainer.loses_a_peer", world=2, patience=30, told=told, **layout
-    )
+    ended = null_gpu(f"lost-{told}-{next(iter(layout))}", "trainer.loses_a_peer", world=2, told=told, **layout)
     assert ended.statuses == [0, 3], f"{ended.statuses} {ended.waits}\n{ended.log}"
     found = ended.results[0]
     assert found["events"] == ["groups.aborted"]

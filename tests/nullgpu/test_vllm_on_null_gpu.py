@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def engines(null_gpu: Run) -> dict[str, dict[str, Any]]:
     """What engines did, by name. Triton may compile kernels first, during which nothing is reported."""
-    (found,) = null_gpu("vllm", "vllm_engine.runners", patience=120).good()
+    (found,) = null_gpu("vllm", "vllm_engine.runners").good()
     engines: dict[str, dict[str, Any]] = found
     return engines
 

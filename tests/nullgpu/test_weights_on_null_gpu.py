@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.null_gpu import Run
+from helpers.patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 TENSORS = 8
@@ -64,7 +65,7 @@ def test_a_receiver_that_is_lost_costs_only_itself(null_gpu: Run, fault: str, gp
     else:
         assert f"within {SECONDS:.0f} s" in error or f"deadline of {SECONDS:.0f} s" in error
         assert "not there: rollout-2" in error
-    assert seconds < 120, "not the deadline of a generation"
+    assert seconds < PATIENCE, "not the deadline of a generation"
     assert again == ["NcclLink"]
     for failed, whole in ended.results[1:3]:
         assert "called off" in failed, "the others are not to blame"

@@ -2,8 +2,7 @@
 
 Each line of standard input is a scenario as JSON: {"name", "do", "world", ...}. `do` is "module.function" of
 `programs/`. Each of the `world` ranks calls the function in a process of its own. The ranks are forked, so that one
-import of torch serves all scenarios. An optional "patience" says after how many seconds ranks that wait are stuck, an
-optional "deadline" how many seconds the scenario may take.
+import of torch serves all scenarios. An optional "patience" says after how many seconds ranks that wait are stuck.
 
 A line of standard output is the answer: "statuses" of the ranks, "waits" (what each rank that was stuck waited for),
 "results" and "seconds". A scenario ends early when its ranks are stuck."""
@@ -26,10 +25,9 @@ from typing import Any
 
 import torch
 
-DEADLINE = 240.0
-# How long what ranks wait for stays the same before they are taken for stuck: all living ranks, or only some, whose
-# peer may wait in torch's store, which does not say so.
-ALL_STUCK, SOME_STUCK = 5.0, 45.0
+# How long what all living ranks wait for stays the same before they are taken for stuck. If only some wait, their peer
+# may wait in torch's store, which does not say so.
+ALL_STUCK = 60.0
 # How often to look at what ranks wait for, seconds. The end of a rank is seen at once.
 LOOK = 0.2
 
@@ -48,6 +46,7 @@ Program = Callable[..., Any]
 sys.path.append(str(Path(__file__).parents[1]))
 
 from helpers.free_ports import free_port  # noqa: E402
+from helpers.patience import PATIENCE  # noqa: E402
 
 
 def program(name: str) -> Program:
@@ -96,7 +95,6 @@ def run(
     do: str,
     world: int = 1,
     patience: float = ALL_STUCK,
-    deadline: float = DEADLINE,
     **more: Any,
 ) -> dict[str, Any]:
     """All ranks of one scenario, until they end, are stuck, or the deadline has passed. `more` goes to the program."""
@@ -112,7 +110,7 @@ def run(
     statuses: dict[int, int] = {}
     started = since = time.monotonic()
     stuck: dict[str, str] = {}
-    while len(statuses) < len(pids) and time.monotonic() < started + deadline:
+    while len(statuses) < len(pids) and time.monotonic() < started + PATIENCE:
         for rank in set(pids) - set(statuses):
             done, status = os.waitpid(pids[rank], os.WNOHANG)
             if done:
@@ -120,8 +118,7 @@ def run(
         now = {rank: wait for rank, wait in waits(folder).items() if int(rank) not in statuses}
         if now != stuck:
             stuck, since = now, time.monotonic()
-        limit = patience if len(stuck) == len(pids) - len(statuses) else SOME_STUCK
-        if stuck and time.monotonic() > since + limit:
+        if stuck and len(stuck) == len(pids) - len(statuses) and time.monotonic() > since + patience:
             break
         signal.sigtimedwait({signal.SIGCHLD}, LOOK)
     for rank in set(pids) - set(statuses):

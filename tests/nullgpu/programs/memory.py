@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from programs.trainer import counts
-from worker import DEADLINE, Place
+from worker import PATIENCE, Place
 
 from dovetail.coordinator.schedules.step_commands import serial_1f1b
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encode
@@ -110,7 +110,7 @@ def train(
     if critic_pp:
         critic = Parallelism(pp=critic_pp, dp=dp * pp // critic_pp, tp=tp)
         layouts = dict(shared_layouts({**layouts, "critic": critic}, reverse))
-    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, DEADLINE)
+    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, PATIENCE)
     samples = rows * micro_batches * dp * mini_batches
     given = {"groups": [{"name": "t", "roles": ["trainer", "rollout"], "gpu": {"product": "A100-SXM4-80GB"}}], **spec}
     ppo = {"mini_batch_size": samples // mini_batches, "micro_batch_size": rows, **given.pop("ppo", {})}

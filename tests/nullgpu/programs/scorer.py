@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401  once for all processes
 from programs.trainer import LLAMA, counts
-from worker import DEADLINE, Place
+from worker import PATIENCE, Place
 
 from dovetail.manifest.types import ScratchModel
 from dovetail.protocol.messages import ModelRef
@@ -113,11 +113,11 @@ def ask(place: Place, fails: bool) -> dict[str, Any]:
     def request(path: str, body: bytes | None = None) -> bytes:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         asked = urllib.request.Request(f"http://127.0.0.1:{place.port}{path}", data=body, headers=headers)
-        with urllib.request.urlopen(asked, timeout=DEADLINE) as answer:
+        with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
             found: bytes = answer.read()
         return found
 
-    end = time.monotonic() + DEADLINE
+    end = time.monotonic() + PATIENCE
     while True:
         try:
             request("/healthz")

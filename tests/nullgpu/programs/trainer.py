@@ -18,7 +18,7 @@ import peft  # noqa: F401  once for all ranks, as are the layers below
 import torch
 import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401  once for all ranks
-from worker import DEADLINE, Place, free_port
+from worker import PATIENCE, Place, free_port
 
 from dovetail.coordinator.schedules.step_commands import serial_1f1b
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encode
@@ -111,7 +111,7 @@ def engine_of(
 ) -> Engine:
     """A PPO engine with actor and critic, loaded. `layouts`: those of the load."""
     planned = {n: x if world_size(x) == place.world else Parallelism(dp=place.world) for n, x in layouts.items()}
-    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, planned, DEADLINE)
+    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, planned, PATIENCE)
     optimizer = {"offload": offload}
     adapters = {"rank": 4, "dropout": 0.1} if lora else None
     spec = {
@@ -197,7 +197,7 @@ def train(
 def backends(place: Place) -> dict[str, Any]:
     """Backends of the groups that only tensors on the GPU go through, and the deadlines of all in seconds."""
     layouts = {name: Parallelism(pp=place.world) for name in ("actor", "critic")}
-    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, DEADLINE)
+    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, PATIENCE)
     model = groups.model["actor"]
     (edge,) = model.edges
     found = [model.everyone, model.tied, edge.forward_in, edge.forward_out, edge.backward_in, edge.backward_out]
@@ -212,7 +212,7 @@ def placed_again(place: Place, times: int) -> list[int]:
     """The critic's stages change their direction so often, while other code takes streams of torch's pool. Returns how
     many messages of actor and critic were then on a stream with another communicator's."""
     layouts: dict[str, Parallelism] = {name: Layout(pp=place.world) for name in ("actor", "critic")}
-    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, DEADLINE)
+    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, PATIENCE)
     found = []
     for number in range(times):
         groups.place("critic", Layout(pp=place.world, reverse=number % 2 == 0))
@@ -265,7 +265,7 @@ def loses_a_peer(place: Place, told: bool, pp: int = 1, dp: int = 1) -> Any:
     heartbeat = HeartbeatThread(RankProcess("trainer-0", beats, lambda event, **_: events.append(event)), 0, "a")
     if not place.rank:
         groups.timeout = timedelta(seconds=2)
-        heartbeat.enter(1, DEADLINE, groups)
+        heartbeat.enter(1, PATIENCE, groups)
         heartbeat.start()
     actions = serial_1f1b(layouts, dict.fromkeys(layouts, 2), list(layouts))[place.rank]
     error = ""
@@ -278,7 +278,7 @@ def loses_a_peer(place: Place, told: bool, pp: int = 1, dp: int = 1) -> Any:
     heartbeat.stop()
     over.touch()
     groups.close()
-    again = Groups.form("127.0.0.1", free_port(), 0, 1, {"actor": Parallelism()}, DEADLINE)
+    again = Groups.form("127.0.0.1", free_port(), 0, 1, {"actor": Parallelism()}, PATIENCE)
     found = {"error": error, "events": events, "world": again.world_size}
     again.close()
     return found
@@ -303,7 +303,7 @@ def spans(place: Place) -> dict[str, tuple[float, float]]:
 def iterations(place: Place, pp: int = 1, dp: int = 1) -> list[dict[str, int]]:
     """What each of three PPO iterations asks of the GPU: old log-probabilities, two epochs of two mini-batches."""
     layouts = {name: Parallelism(pp=pp, dp=dp) for name in ("actor", "critic")}
-    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, DEADLINE)
+    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, PATIENCE)
     spec = job(plan={"sharding": "Always"}, trainer={"compile": "Never"}).spec
     client: Any = SimpleNamespace(batch=lambda *_: ppo_batch(1))
     choose_algorithms(spec.trainer.deterministic)
@@ -329,7 +329,7 @@ def versions(place: Place) -> dict[str, Any]:
     """Two PPO steps of a rank that keeps two versions of the weights. What keeping the last one asks of the GPU, in
     order: which copies to the host begin, and which layers the optimizer step is applied to."""
     layouts = {name: Parallelism() for name in ("actor", "critic")}
-    groups = Groups.form("127.0.0.1", place.port, 0, 1, layouts, DEADLINE)
+    groups = Groups.form("127.0.0.1", place.port, 0, 1, layouts, PATIENCE)
     spec = job(trainer={"compile": "Never"}).spec
     client: Any = SimpleNamespace(batch=lambda *_: ppo_batch(1))
     runner = CommandRunner(
@@ -372,7 +372,7 @@ def gpu_fails(place: Place, during: str) -> dict[str, Any]:
     """A rank alone, whose GPU fails `during` a step or a load. What the rank raised, what the last result said, and
     whether the groups still answer the heartbeat thread."""
     layouts = {name: Parallelism() for name in ("actor", "critic")}
-    groups = Groups.form("127.0.0.1", place.port, 0, 1, layouts, DEADLINE)
+    groups = Groups.form("127.0.0.1", place.port, 0, 1, layouts, PATIENCE)
     spec = job(trainer={"compile": "Never"}).spec
     client: Any = SimpleNamespace(batch=lambda *_: ppo_batch(1))
     runner = CommandRunner(

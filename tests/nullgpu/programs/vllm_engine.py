@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from programs.trainer import counts
-from worker import DEADLINE, Place
+from worker import PATIENCE, Place
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -327,7 +327,7 @@ def move(engine: Any, params: Any, ability: Any) -> dict[str, int]:
     before = counts()
     begin("second", PULL, KVPull(key="k", host=ability.host, ports=ability.ports, weights=3))
     tokens = 0
-    end = time.monotonic() + DEADLINE
+    end = time.monotonic() + PATIENCE
     while not tokens and time.monotonic() < end:
         tokens = max((len(each.outputs[0].token_ids) for each in engine.step()), default=0)
     brought = counts()["h2d_bytes"] - before["h2d_bytes"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from programs.trainer import engine_of
-from worker import DEADLINE, Place
+from worker import PATIENCE, Place
 
 from dovetail.coordinator.workers.offers import receive_for
 from dovetail.manifest.types import Parallelism
@@ -37,7 +37,7 @@ def content(name: str) -> torch.Tensor:
 
 def wait_for(path: Path) -> str:
     """The text of a file that another process makes."""
-    end = time.monotonic() + DEADLINE
+    end = time.monotonic() + PATIENCE
     while not path.exists():
         if time.monotonic() > end:
             raise TimeoutError(f"{path.name} did not come")
@@ -70,7 +70,7 @@ def publish(
     trainers: int = 1,
     versions: dict[str, int] | None = None,
     fault: str = "",
-    seconds: float = DEADLINE,
+    seconds: float = PATIENCE,
     exact: bool = False,
 ) -> Any:
     """The first `trainers` ranks send; the others receive, each on its one of `gpus`.
@@ -115,7 +115,7 @@ def send(place: Place, rounds: list[list[Receiver]], epochs: int, seconds: float
         if engine is not None:
             weights = {"actor": engine.sendable("actor", sender.max_senders)}
         epoch = min(version, epochs)
-        deadline = seconds if version == 1 else DEADLINE
+        deadline = seconds if version == 1 else PATIENCE
         command = Publish(id="p", version=version, epoch=epoch, receivers=receivers, deadline_seconds=deadline)
         started = time.monotonic()
         try:
@@ -180,14 +180,14 @@ def relay(place: Place) -> Any:
     device = torch.device("cuda", place.rank)
     first = Receiver(name="rollout-0", kind="rollout", models=["actor"], rank_offset=1)
     if place.rank == 0:
-        return send(replace(place, world=1), [[first]], 1, DEADLINE)[0]
+        return send(replace(place, world=1), [[first]], 1, PATIENCE)[0]
     copy = ReceivedCopy()
     receiver = WeightReceiver(device, copy=copy if place.rank == 1 else None)
     if place.rank == 1:
         offer = Offer.model_validate_json(wait_for(place.folder / "offer-1"))
         count = sum(1 for _ in receiver.receive(receive_for(offer, first, [first])))
         leave(place.folder / f"answered-{first.name}-1", "")
-        request = SendOn(version=1, epoch=100, world_size=2, deadline_seconds=DEADLINE)
+        request = SendOn(version=1, epoch=100, world_size=2, deadline_seconds=PATIENCE)
         leave(place.folder / "offer-on", PeerSender(copy, "127.0.0.1").send(request).model_dump_json())
         wait_for(place.folder / "taken")
         with copy.using(1) as copied:
