@@ -27,7 +27,7 @@ class _Batches:
     def __init__(self) -> None:
         self.batches: dict[str, bytes] = {}
 
-    def batch(self, key: str, part: BatchPart | None = None) -> bytes:
+    def batch(self, key: str, part: BatchPart | None = None, patience: float | None = None) -> bytes:
         if key not in self.batches:
             raise Refused(f"HTTP 404 from /v1/batches/{key}: no batch {key}")
         return self.batches[key] if part is None else sent(self.batches[key], part)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from dovetail.trainer.engine.optim import learning_rate
 from dovetail.trainer.steps.experience_batch import PPOSamples
 from dovetail.trainer.steps.ppo_step import before_step
 from helpers.local_trainer import LocalTrainer
+from helpers.patience import PATIENCE
 from helpers.trainer_ranks import job, load_command, ppo_batch, sft_batch
 
 
@@ -68,6 +71,31 @@ def test_refused_commands_change_nothing(trainer: LocalTrainer) -> None:
         assert message in result.error
     assert (t.runner.stage, t.runner.step) == (Stage.SFT, 0)
     assert t.metrics(sft_step(t, 1))["loss"] == expected
+
+
+def test_the_next_batch_is_fetched_while_a_step_runs(trainer: LocalTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    t, asked, given = trainer, queue.Queue[tuple[str, bool]](), trainer.client.batch
+
+    def batch(key: str, *arguments: object, **more: object) -> bytes:
+        asked.put((key, threading.current_thread() is threading.main_thread()))
+        return given(key)
+
+    monkeypatch.setattr(t.client, "batch", batch)
+    t.metrics(load_command(Stage.SFT))
+    first, second, last = (sft_step(t, step) for step in (1, 2, 8))
+    assert last.step == load_command(Stage.SFT).total_steps
+    alone = [t.metrics(each)["loss"] for each in (first, second)]
+    seen = [asked.get(timeout=PATIENCE) for _ in range(3)]
+    assert seen == [("sft/1", True), ("sft/2", False), ("sft/3", False)]
+
+    t.metrics(load_command(Stage.SFT))
+    assert t.metrics(first)["loss"] == alone[0]
+    assert [asked.get(timeout=PATIENCE) for _ in range(2)] == [("sft/1", True), ("sft/2", False)]
+    assert t.metrics(second)["loss"] == alone[1]
+    # There was no third batch, so the step asks again.
+    assert asked.get(timeout=PATIENCE) == ("sft/3", False)
+    t.metrics(sft_step(t, 3))
+    assert asked.get(timeout=PATIENCE) == ("sft/3", True)
 
 
 def test_out_of_memory_names_the_micro_batch_size(trainer: LocalTrainer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ from dovetail.trainer.engine.checkpoint import CheckpointDamaged
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.functions import load_advantages
 from dovetail.trainer.profile.links import measure_transfers
-from dovetail.trainer.rank.coordinator_client import RankProcess, Refused
+from dovetail.trainer.rank.coordinator_client import BatchAhead, RankProcess, Refused
 from dovetail.trainer.steps import dpo_step as dpo
 from dovetail.trainer.steps import ppo_step as ppo
 from dovetail.trainer.steps import reward_step as reward
@@ -75,6 +75,7 @@ class CommandRunner:
         self.kept = kept or KeptWeights()
         self._groups, self._client, self._failed, self._log = groups, process.client, failed, process.log
         self._spec = spec
+        self._ahead, self._last_step = BatchAhead(process.client), 0
         self.timeline = SpanRecorder(process.name)
         self.engine = Engine(spec, groups, self.timeline.record)
         self._context = Context(
@@ -222,6 +223,7 @@ class CommandRunner:
         run = prepare[command.stage](self._context, command)
 
         def step() -> Metrics:
+            self._fetch_ahead(command)
             self.engine.follow(command)
             metrics = run()
             if self._groups.device.type == "cuda":
@@ -293,6 +295,7 @@ class CommandRunner:
 
     def _load(self, command: Load) -> Metrics:
         self._timed_messages.clear()  # SFT's times do not hold for PPO
+        self._last_step = command.total_steps
         with self.timeline.phase("load"):
             self.kept.begin(command.keep_versions)
             self.engine.load(command)
@@ -354,10 +357,16 @@ class CommandRunner:
         part = None if wanted is None else wanted(self._received(key, BatchPart()))
         return self._received(key, part)
 
+    def _fetch_ahead(self, command: Step) -> None:
+        """Fetch the batch of the step after this one, where it is known by now and does not depend on this step."""
+        self._last_step = command.total_steps or self._last_step
+        if command.stage in (Stage.SFT, Stage.REWARD) and command.step < self._last_step:
+            self._ahead.fetch(f"{command.stage.value}/{command.step + 1}")
+
     def _received(self, key: str, part: BatchPart | None) -> Arrays:
         try:
             with PROGRESS.bounded():
-                data = self._client.batch(key, part)
+                data = self._ahead.take(key) if part is None else self._client.batch(key, part)
         except Refused as refusal:
             raise BadCommand(f"batch {key}: {refusal}") from refusal
         try:

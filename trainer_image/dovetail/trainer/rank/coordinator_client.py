@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.client
 import random
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import quote, urlsplit
@@ -105,11 +107,12 @@ class CoordinatorClient:
         body = offer.model_dump_json().encode()
         self._retry("POST", "/v1/weights/offer", body, REQUEST_TIMEOUT_SECONDS, JSON_LIMIT_BYTES)
 
-    def batch(self, key: str, part: BatchPart | None = None) -> bytes:
+    def batch(self, key: str, part: BatchPart | None = None, patience: float | None = None) -> bytes:
         """The safetensors document of a batch, or of a part of it. Raises CoordinatorUnreachable, StaleGeneration, and
         Refused if there is no such batch."""
         method, body = ("GET", None) if part is None else ("POST", part.model_dump_json().encode())
-        return self._retry(method, f"/v1/batches/{quote(key)}", body, REQUEST_TIMEOUT_SECONDS, BATCH_LIMIT_BYTES)
+        path = f"/v1/batches/{quote(key)}"
+        return self._retry(method, path, body, REQUEST_TIMEOUT_SECONDS, BATCH_LIMIT_BYTES, patience)
 
     # ------------------------------------------------------------ helpers
 
@@ -179,6 +182,33 @@ class CoordinatorClient:
         if response.status >= 500:
             raise _Transient(f"HTTP {response.status}: {text}")
         raise Refused(f"HTTP {response.status} from {path}: {text}")
+
+
+class BatchAhead:
+    """The next batch, fetched by a thread while a step runs. What fails is fetched again when it is needed."""
+
+    def __init__(self, client: CoordinatorClient) -> None:
+        self._client = client
+        self._key, self._found = "", Future[bytes]()
+
+    def fetch(self, key: str) -> None:
+        """Begin to fetch this batch. It takes the place of one that nobody took."""
+        self._key, self._found = key, Future()
+        threading.Thread(target=self._run, args=(key, self._found), name=f"fetches {key}", daemon=True).start()
+
+    def take(self, key: str) -> bytes:
+        """The batch, once. Raises as `CoordinatorClient.batch`."""
+        if key == self._key:
+            self._key = ""
+            if self._found.exception() is None:
+                return self._found.result()
+        return self._client.batch(key)
+
+    def _run(self, key: str, found: Future[bytes]) -> None:
+        try:
+            found.set_result(self._client.batch(key, patience=0.0))
+        except Exception as error:
+            found.set_exception(error)
 
 
 @dataclass(frozen=True)
