@@ -128,7 +128,7 @@ class Trainer:
         actor = ModelRef(head="lm", path=str(base), tokenizer=str(base), seed=0)
         self._execute(Load(id="load", stage=Stage.PPO, models={"actor": actor}, total_steps=job.spec.ppo.iterations))
 
-    def batch(self, key: str) -> bytes:
+    def batch(self, key: str, part: Any = None) -> bytes:
         """The part of the coordinator's client that a step needs."""
         return self._batch
 
