@@ -164,8 +164,8 @@ bench-papers: install ## APP, PUZZLE and RLHFuse on their own settings, simulate
 bench-coordinator: install ## The coordinator with 10,000 samples on 256 emulated servers
 	$(BIN)/python benchmarks/bench_coordinator.py
 
-bench-fleet: install ## The coordinator with 2,000 emulated servers in 16 processes
-	PROCESSES=16 INSTANCES=2000 SAMPLES=12000 STEP=0.1 $(BIN)/python benchmarks/bench_coordinator.py
+bench-fleet: install ## 100,000 samples at once on 2,000 emulated servers in 16 processes, one of which is killed
+	PROCESSES=16 INSTANCES=2000 SAMPLES=100000 STEP=0.1 STRIDE=32 LONG=1000 KILL=1 $(BIN)/python benchmarks/bench_coordinator.py
 
 REPORT_ARGS ?=
 

@@ -2,8 +2,10 @@
 
 The servers (`interstage.emulated`) speak the protocol of rollout servers and only wait between the steps: what is
 measured is what the coordinator spends. Prints one JSON line. SAMPLES (10000), INSTANCES (256), in so many PROCESSES
-(1), STEP: seconds of a decode step (0.03), INTERVAL: tokens in an event (default: by the number of samples, as the
-coordinator does), MEAN: tokens of a mean response (200), PROFILE: a file for cProfile.
+(1), STEP: seconds of a decode step (0.03), STRIDE: tokens of a sample in a step (1), INTERVAL: tokens in an event
+(default: by the number of samples, as the coordinator does), MEAN: tokens of a mean response (200), LONG: one response
+in so many has 32,768 tokens (0: none), KILL: 1 kills one process of servers when a quarter of the samples is done,
+PROFILE: a file for cProfile. Every sample must have its own tokens in the end, each once.
 
 A second line is about the end of an iteration: END_SAMPLES (4096) scored samples of END_TOKENS (4000) tokens become a
 batch and texts, are marked, and are deleted. Each part has the longest time in which the event loop could not turn.
@@ -31,7 +33,7 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
-from interstage.emulated import most_files, serve
+from interstage.emulated import TOKENS, most_files, serve
 from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.data.prepare import PromptRecord
@@ -40,6 +42,7 @@ from dovetail.coordinator.data.text.tokenizer import train
 from dovetail.coordinator.loop.experience_maker import ExperienceAssembly
 from dovetail.coordinator.loop.iteration_report import iteration_metrics
 from dovetail.coordinator.reporting.run_records import RunRecords
+from dovetail.coordinator.samples.drawing import DrawingFollower
 from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.samples.in_flight import GenerationSettings
 from dovetail.coordinator.serving.served_batches import Batches
@@ -53,7 +56,8 @@ from dovetail.manifest.types import SampleLog, Stage
 from dovetail.protocol.messages import Register
 from helpers.coordinated import NoWeights, drawn_with, job_of
 
-MAX_TOKENS = 2048
+MAX_TOKENS, LONGEST = 2048, 32768
+KILLED_AT = 0.25  # of the samples
 PROMPT_TOKENS = 128
 LAG_PERIOD = 0.01
 DEADLINE = 1200.0
@@ -61,8 +65,10 @@ START_SECONDS = 600.0
 T = TypeVar("T")
 
 
-def length_of(seed: int, mean: float) -> int:
-    """Log-normal, the longest about ten times the median."""
+def length_of(seed: int, mean: float, long: int = 0) -> int:
+    """Log-normal, the longest about ten times the median. `long`: one in so many has LONGEST."""
+    if long and seed % long == 0:
+        return LONGEST
     drawn = np.random.default_rng(seed).lognormal(np.log(mean) - 0.745**2 / 2, 0.745)
     return int(np.clip(np.rint(drawn), 1, MAX_TOKENS))
 
@@ -94,7 +100,7 @@ def report(fleet: Fleet, ports: list[int]) -> None:
     """What every rollout posts every 2 s."""
     for index, port in enumerate(ports):
         message = {"name": f"r{index:03}", "kind": "rollout", "group": "g", "url": f"http://127.0.0.1:{port}"}
-        abilities = {"sampler": "counter", "max_model_len": 4096}
+        abilities = {"sampler": "counter", "max_model_len": PROMPT_TOKENS + LONGEST}
         more = {"ready": True, "incarnation": "1", "weight_version": 1, "abilities": abilities}
         fleet.register(Register.model_validate({**message, **more}))
 
@@ -142,24 +148,26 @@ class CountingLoop(asyncio.SelectorEventLoop):
 
 @dataclass(frozen=True)
 class Load:
-    """`samples` responses of `mean` tokens from `instances` servers in `processes`, with decode steps of `step`
-    seconds."""
+    """`samples` responses of `mean` tokens from `instances` servers in `processes`, with decode steps of `step` seconds
+    and `stride` tokens. One response in `long` is LONGEST."""
 
     samples: int
     instances: int
     step: float
     mean: float
     processes: int = 1
+    stride: int = 1
+    long: int = 0
     settings: GenerationSettings = field(default_factory=GenerationSettings)
 
     @property
     def lengths(self) -> dict[int, int]:
         """Tokens by seed."""
-        return {seed: length_of(seed, self.mean) for seed in range(1, self.samples + 1)}
+        return {seed: length_of(seed, self.mean, self.long) for seed in range(1, self.samples + 1)}
 
     @contextlib.contextmanager
-    def servers(self) -> Iterator[list[int]]:
-        """Their ports."""
+    def servers(self) -> Iterator[tuple[list[int], Callable[[], int]]]:
+        """Their ports, and a function that kills the last process of servers and returns how many these were."""
         most_files()
         # A step takes as long with every sample of an instance as with one.
         profile = StageProfile(((1, self.step), (self.samples, self.step)), 0.0, 0.0, max_samples=self.samples)
@@ -169,7 +177,8 @@ class Load:
             for index in range(self.processes):
                 ours, theirs = context.Pipe()
                 count = len(range(index, self.instances, self.processes))
-                process = context.Process(target=serve, args=(profile, count, lengths, PROMPT_TOKENS, theirs))
+                arguments = (profile, count, lengths, PROMPT_TOKENS, theirs, self.stride)
+                process = context.Process(target=serve, args=arguments)
                 process.start()
                 stack.callback(_end, process, ours)
                 pipes.append(ours)
@@ -177,7 +186,12 @@ class Load:
                 if not pipe.poll(START_SECONDS):
                     raise RuntimeError(f"the emulated servers did not start within {START_SECONDS:.0f} s")
                 ports += pipe.recv()
-            yield ports
+
+            def kill() -> int:
+                process.kill()
+                return count
+
+            yield ports, kill
 
 
 def _end(process: Any, pipe: Any) -> None:
@@ -203,7 +217,22 @@ class Watch:
         return found
 
 
-async def coordinate(folder: Path, ports: list[int], load: Load, watch: Watch | None = None) -> dict[str, Any]:
+class Killer(DrawingFollower):
+    """Kills servers when KILLED_AT of the samples are done. They report no more."""
+
+    def __init__(self, ports: list[int], kill: Callable[[], int]) -> None:
+        self._ports, self._kill = ports, kill
+        self.killed = 0
+
+    def progress(self, done: int, total: int, tokens: int) -> None:
+        if not self.killed and done >= KILLED_AT * total:
+            self.killed = self._kill()
+            del self._ports[-self.killed :]
+
+
+async def coordinate(
+    folder: Path, ports: list[int], load: Load, watch: Watch | None = None, kill: Callable[[], int] | None = None
+) -> dict[str, Any]:
     """One iteration's samples. Raises RuntimeError if a sample is not answered as it should."""
     store = Store(folder)
     prompt = list(range(PROMPT_TOKENS))
@@ -211,7 +240,8 @@ async def coordinate(folder: Path, ports: list[int], load: Load, watch: Watch | 
     fleet = Fleet(time.monotonic, lambda event, **fields: None)
     fleet.publish(1)
     report(fleet, ports)
-    generation = Generation.model_validate({"maxTokens": MAX_TOKENS, "maxConcurrent": 256})
+    generation = Generation.model_validate({"maxTokens": LONGEST if load.long else MAX_TOKENS, "maxConcurrent": 256})
+    killer = None if kill is None else Killer(ports, kill)
     before = begin_peak()
     job = job_of(store, spec=drawn_with(generation))
     loop = asyncio.get_running_loop()
@@ -224,7 +254,7 @@ async def coordinate(folder: Path, ports: list[int], load: Load, watch: Watch | 
         cpu, received = time.process_time(), loop.received
         async with asyncio.timeout(DEADLINE):
             with generator.open(1, 1) as turn:
-                result = await generator.generate(turn)
+                result = await generator.generate(turn, killer or DrawingFollower())
         cpu, received = time.process_time() - cpu, loop.received - received
         for task in others:
             task.cancel()
@@ -232,7 +262,7 @@ async def coordinate(folder: Path, ports: list[int], load: Load, watch: Watch | 
     wrong = [
         s.key
         for s in store.samples.samples(1)
-        if s.state is not State.GENERATED or len(s.tokens) != length_of(s.seed, load.mean)
+        if s.state is not State.GENERATED or s.tokens.tolist() != TOKENS[: length_of(s.seed, load.mean, load.long)]
     ]
     if wrong:
         raise RuntimeError(f"{len(wrong)} samples were not answered as they should, the first {wrong[0]}")
@@ -241,6 +271,7 @@ async def coordinate(folder: Path, ports: list[int], load: Load, watch: Watch | 
         "samples": result.samples,
         "tokens": result.tokens,
         "retries": result.retries,
+        "killed": killer.killed if killer is not None else 0,
         "seconds": round(result.seconds, 2),
         "cpu_seconds": round(cpu, 2),
         "cpu_ms_per_sample": round(1000 * cpu / result.samples, 3),
@@ -330,19 +361,22 @@ def main() -> None:
         given("STEP", 0.03),
         given("MEAN", 200),
         int(given("PROCESSES", 1)),
+        int(given("STRIDE", 1)),
+        int(given("LONG", 0)),
         settings,
     )
     profiler = cProfile.Profile() if "PROFILE" in os.environ else None
-    with load.servers() as ports, tempfile.TemporaryDirectory() as folder:
+    with load.servers() as (ports, kill), tempfile.TemporaryDirectory() as folder:
         if profiler is not None:
             profiler.enable()
         with asyncio.Runner(loop_factory=CountingLoop) as runner:
-            result = runner.run(coordinate(Path(folder), ports, load, Watch()))
+            killing = kill if given("KILL", 0) else None
+            result = runner.run(coordinate(Path(folder), ports, load, Watch(), killing))
         if profiler is not None:
             profiler.disable()
             profiler.dump_stats(os.environ["PROFILE"])
     # The longest response, never waiting for the coordinator.
-    ideal = round(load.step * max(load.lengths.values()), 2)
+    ideal = round(load.step * max(load.lengths.values()) / load.stride, 2)
     loaded = {"instances": load.instances, "step_seconds": load.step, "ideal_seconds": ideal, **asdict(settings)}
     print(json.dumps({"benchmark": "coordinator", **result, **loaded}))
     many, long = int(os.environ.get("END_SAMPLES", "4096")), int(os.environ.get("END_TOKENS", "4000"))

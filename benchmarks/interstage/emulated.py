@@ -25,26 +25,31 @@ from dovetail.protocol.sample_stream import MOST_BYTES, ROUTE, Answers, unpack_a
 from dovetail.protocol.sampling import SEED
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 
+# The tokens of every response, however long it is.
+TOKENS = [position % 199 for position in range(40_000)]
 # Takes new tokens of a request, their log-probabilities, and the reason with the last ones.
 Write = Callable[[list[int], list[float], str | None], None]
 
 
 class Request:
-    """`left` tokens to make; `unsent` made but not sent."""
+    """`left` tokens to make, `stride` in a step, the next one to send at position `at` of the response; `unsent` made
+    but not sent."""
 
-    def __init__(self, left: int, interval: int, write: Write) -> None:
-        self.left, self.interval, self.write = left, interval, write
+    def __init__(self, left: int, interval: int, write: Write, at: int = 0, stride: int = 1) -> None:
+        self.left, self.interval, self.write, self.at, self.stride = left, interval, write, at, stride
         self.unsent = 0
         self.first = True
         self.aborted = False
 
     def made(self) -> bool:
-        """One more token; True when it was the last."""
-        self.unsent, self.left = self.unsent + 1, self.left - 1
+        """One more step; True when it was the last."""
+        new = min(self.stride, self.left)
+        self.unsent, self.left = self.unsent + new, self.left - new
         reason = "stop" if self.left == 0 else "abort" if self.aborted else None
-        if reason or self.first or self.unsent == self.interval:
-            self.write([5] * self.unsent, [-1.25] * self.unsent, reason)
-            self.unsent, self.first = 0, False
+        if reason or self.first or self.unsent >= self.interval:
+            end = self.at + self.unsent
+            self.write(TOKENS[self.at : end], [-1.25] * self.unsent, reason)
+            self.at, self.unsent, self.first = end, 0, False
         return reason is not None
 
 
@@ -52,8 +57,8 @@ class Instance:
     """`length(seed)`: tokens of a response. `prompt`: tokens of every prompt. `worked`: (begin, end) of generation and
     of scoring, in seconds of the event loop's clock."""
 
-    def __init__(self, profile: StageProfile, length: Callable[[int], int], prompt: int) -> None:
-        self.profile, self.length, self.prompt = profile, length, prompt
+    def __init__(self, profile: StageProfile, length: Callable[[int], int], prompt: int, stride: int = 1) -> None:
+        self.profile, self.length, self.prompt, self.stride = profile, length, prompt, stride
         self.requests: dict[str, Request] = {}
         self.prefill = 0
         self.wake = asyncio.Event()
@@ -89,7 +94,7 @@ class Instance:
         params = body["sampling_params"]
         so_far = len(body["token_ids"]) - self.prompt
         left = self.length(params["extra_args"][SEED]) - so_far
-        self.start(body, Request(left, params.get("stream_interval", 1), write))
+        self.start(body, Request(left, params.get("stream_interval", 1), write, so_far, self.stride))
 
     def start(self, body: dict[str, Any], request: Request) -> None:
         """Take up the request of this body."""
@@ -217,15 +222,18 @@ def most_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def serve(profile: StageProfile, count: int, lengths: dict[int, int], prompt: int, pipe: Pipe) -> None:
-    """A process of `count` instances: sends their ports, then serves until the pipe closes."""
+def serve(
+    profile: StageProfile, count: int, lengths: dict[int, int], prompt: int, pipe: Pipe, stride: int = 1
+) -> None:
+    """A process of `count` instances, which make `stride` tokens in a step: sends their ports, then serves until the
+    pipe closes."""
     most_files()
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         ports, tasks = [], []
         for _ in range(count):
-            instance = Instance(profile, lengths.__getitem__, prompt)
+            instance = Instance(profile, lengths.__getitem__, prompt, stride)
             listening = await loop.create_server(partial(Connection, instance), "127.0.0.1", 0, backlog=1024)
             ports.append(listening.sockets[0].getsockname()[1])
             tasks.append(asyncio.create_task(instance.decode()))
