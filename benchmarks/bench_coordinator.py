@@ -54,6 +54,7 @@ from dovetail.fusion.profile import StageProfile
 from dovetail.manifest.training_types import Generation
 from dovetail.manifest.types import SampleLog, Stage
 from dovetail.protocol.messages import Register
+from dovetail.protocol.process.garbage import keep_what_is_here
 from helpers.coordinated import NoWeights, drawn_with, job_of
 
 MAX_TOKENS, LONGEST = 2048, 32768
@@ -242,6 +243,7 @@ async def coordinate(
     report(fleet, ports)
     generation = Generation.model_validate({"maxTokens": LONGEST if load.long else MAX_TOKENS, "maxConcurrent": 256})
     killer = None if kill is None else Killer(ports, kill)
+    keep_what_is_here()
     before = begin_peak()
     job = job_of(store, spec=drawn_with(generation))
     loop = asyncio.get_running_loop()

@@ -222,9 +222,7 @@ def most_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def serve(
-    profile: StageProfile, count: int, lengths: dict[int, int], prompt: int, pipe: Pipe, stride: int = 1
-) -> None:
+def serve(profile: StageProfile, count: int, lengths: dict[int, int], prompt: int, pipe: Pipe, stride: int = 1) -> None:
     """A process of `count` instances, which make `stride` tokens in a step: sends their ports, then serves until the
     pipe closes."""
     most_files()

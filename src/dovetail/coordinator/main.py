@@ -31,6 +31,7 @@ from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.debugger import wait_for_debugger
 from dovetail.protocol.process.endings import JOB_FAILED
 from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.garbage import keep_what_is_here
 from dovetail.protocol.process.pulse import Pulse
 
 CRASHED = 1
@@ -118,6 +119,7 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
     beating = asyncio.create_task(Pulse.read().forever())
     try:
         async with engines:
+            keep_what_is_here()
             try:
                 await engines.guard(engines.run())
             except Exception as error:

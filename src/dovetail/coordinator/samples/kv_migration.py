@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from dovetail.coordinator.samples.migration_costs import MeasuredCosts, Mechanism, MigrationCosts
 from dovetail.coordinator.samples.migrations import Departure
 from dovetail.coordinator.workers.fleet import Instance
-from dovetail.protocol.messages import HOLD, HOLD_SECONDS, PULL, KVAbility, KVHold, KVPull
+from dovetail.protocol.messages import HOLD, HOLD_SECONDS, PULL, KVAbility, KVPull
 
 BYTES_PER_SECOND = {"tcp": 1e9, "nixl": 20e9}
 # KV cache blocks are fetched only within this time after the abort, because the server drops them soon after.
@@ -80,7 +80,8 @@ class KVMigration:
         least = self._measured(kv).costs.least_tokens()
         if least is None:
             return {}
-        return {HOLD: KVHold(key=key, weights=instance.weight_version, min_tokens=least).model_dump()}
+        # As `KVHold` writes itself. It is made for each sample.
+        return {HOLD: {"key": key, "weights": instance.weight_version, "min_tokens": least}}
 
     async def _pull(
         self, session: aiohttp.ClientSession, departure: Departure | None, target: Instance, tokens: Sequence[int]
@@ -128,9 +129,11 @@ class KVMigration:
 
     def _measured(self, kv: KVAbility) -> MeasuredCosts:
         """The measured costs, shared by servers of one kind."""
-        speed = BYTES_PER_SECOND[kv.transport]
-        assumed = MigrationCosts(kv.token_bytes, kv.block_tokens, bytes_per_second=speed)
-        return self._costs.setdefault((kv.transport, kv.layout), MeasuredCosts(assumed))
+        kind = kv.transport, kv.layout
+        if kind not in self._costs:
+            speed = BYTES_PER_SECOND[kv.transport]
+            self._costs[kind] = MeasuredCosts(MigrationCosts(kv.token_bytes, kv.block_tokens, bytes_per_second=speed))
+        return self._costs[kind]
 
 
 async def nixl_leg(session: aiohttp.ClientSession, url: str, tokens: Sequence[int]) -> dict[str, Any]:
