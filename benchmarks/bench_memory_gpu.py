@@ -40,9 +40,9 @@ def main() -> int:
             found.append(
                 {
                     "case": case.name,
-                    "allocated": device.allocated,
-                    "reserved": device.reserved,
-                    "predicted": expected,
+                    "allocated_gib": device.allocated / GIB,
+                    "reserved_gib": device.reserved / GIB,
+                    "predicted_gib": expected / GIB,
                     "error": round(error, 4),
                     "seconds": round(device.seconds, 1),
                 }

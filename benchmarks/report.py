@@ -2,10 +2,9 @@
 
     python benchmarks/report.py [--only coordinator batches ...] [--timeout 3600]
 
-Figures of all sections are of one commit, and are kept in benchmarks/results.json. A run at another commit begins with
-an empty page, one at the same commit adds to it. So a section whose benchmark did not run, or failed, is not in the
-page. Its words are in benchmarks/performance.md.jinja, and so is the section "One GPU", with a date of its own, because
-few machines can take it again."""
+Figures are kept in benchmarks/results.json, those of each section with commit, date, machine and load. A run takes all
+sections again, or some. A section whose benchmark fails, or never ran, is not in the page. Words are in
+benchmarks/performance.md.jinja, and so are figures that few machines or hours can take again."""
 
 from __future__ import annotations
 
@@ -28,6 +27,17 @@ ROOT = HERE.parent
 RESULTS = HERE / "results.json"
 PAGE = ROOT / "docs/performance.md"
 KEPT_TEXT_LINES = 40
+# 100,000 samples at once, one in a thousand of them with 32,768 tokens, and 125 servers that are killed.
+FLEET = {
+    "SAMPLES": "100000",
+    "INSTANCES": "2000",
+    "PROCESSES": "16",
+    "STEP": "0.1",
+    "STRIDE": "32",
+    "LONG": "1000",
+    "KILL": "1",
+    "END_SAMPLES": "64",
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,8 @@ class Section:
 
     def measure(self, seconds: float) -> dict[str, Any] | None:
         """What is kept of a run. None if the benchmark failed, or took longer than `seconds`."""
-        command, load = [sys.executable, *self.command.split()], round(os.getloadavg()[0], 1)
+        command = [sys.executable, *self.command.split()]
+        told = {"command": self.shown, **here()}
         try:
             done = subprocess.run(
                 command, cwd=ROOT, env=os.environ | self.environment, stdout=subprocess.PIPE, text=True, timeout=seconds
@@ -52,7 +63,6 @@ class Section:
         except subprocess.TimeoutExpired:
             print(f"{self.command} took longer than {seconds:.0f} s", file=sys.stderr)
             return None
-        told = {"command": self.shown, "load": load}
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         # A benchmark also exits with 1 where an aim was missed: the page says that.
         if done.returncode > 1 or (self.columns and not lines) or not done.stdout.strip():
@@ -70,7 +80,9 @@ class Section:
     def show(self, result: Mapping[str, Any]) -> str:
         """The figures and what gave them, in Markdown."""
         found = self.table(result["lines"]) if self.columns else self.text(result["text"])
-        return f"{found}\n\n`{result['command']}`, load average {result['load']}."
+        taken = [result[name] for name in ("commit", "date", "machine") if name in result]
+        load = [f"load average {result['load']}"] if "load" in result else []
+        return f"{found}\n\n`{result['command']}`: {', '.join([*taken, *load])}."
 
     @property
     def shown(self) -> str:
@@ -147,7 +159,7 @@ SECTIONS = {
         {
             "CPU ms a sample": ("cpu_ms_per_sample", ".2f"),
             "CPU µs a token": ("cpu_us_per_token", ".1f"),
-            "bytes a token": ("bytes_per_token", ".0f"),
+            "bytes a token": ("bytes_per_token", ".1f"),
             "turn, p99 ms": ("turn_ms_p99", ".1f"),
             "turn, longest ms": ("turn_ms_max", ".0f"),
             "memory, MB": ("memory_mb", ".0f"),
@@ -158,16 +170,19 @@ SECTIONS = {
     "fleet": Section(
         "benchmarks/bench_coordinator.py",
         {
-            "servers": ("instances", ""),
-            "samples": ("samples", ""),
+            "servers": ("instances", ",d"),
+            "killed": ("killed", ""),
+            "samples": ("samples", ",d"),
+            "tokens": ("tokens", ",d"),
             "CPU ms a sample": ("cpu_ms_per_sample", ".2f"),
             "CPU µs a token": ("cpu_us_per_token", ".1f"),
-            "bytes a token": ("bytes_per_token", ".0f"),
+            "bytes a token": ("bytes_per_token", ".1f"),
             "turn, p99 ms": ("turn_ms_p99", ".1f"),
-            "memory, MB": ("memory_mb", ".0f"),
+            "turn, longest ms": ("turn_ms_max", ".0f"),
+            "memory, MB": ("memory_mb", ",.0f"),
         },
         {"benchmark": "coordinator"},
-        {"SAMPLES": "12000", "INSTANCES": "2000", "PROCESSES": "16", "STEP": "0.1"},
+        FLEET,
     ),
     "batches": Section(
         "benchmarks/bench_batches.py",
@@ -253,9 +268,9 @@ SECTIONS = {
         "benchmarks/bench_memory_gpu.py --only 8B 70B",
         {
             "case": ("case", ""),
-            "allocated": ("allocated", ".4g"),
-            "reserved": ("reserved", ".4g"),
-            "planner": ("predicted", ".4g"),
+            "allocated": ("allocated_gib", ".1f"),
+            "reserved": ("reserved_gib", ".1f"),
+            "planner": ("predicted_gib", ".1f"),
             "error": ("error", "+.1%"),
         },
     ),
@@ -274,51 +289,52 @@ SECTIONS = {
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """The page, from what is kept."""
+    """The page, from what is kept of each section."""
 
     def section(name: str, caller: Callable[[], str]) -> str:
-        found = results["sections"].get(name)
+        found = results.get(name)
         return f"{caller().strip()}\n\n{SECTIONS[name].show(found)}\n\n" if found is not None else ""
 
     template = Template(
         (HERE / "performance.md.jinja").read_text(encoding="utf-8"), trim_blocks=True, undefined=StrictUndefined
     )
-    return template.render(**results, section=section).strip() + "\n"
+    return template.render(section=section, taken=results).strip() + "\n"
 
 
 def kept() -> dict[str, Any]:
-    """The figures of the last run, if there was one."""
-    return dict(json.loads(RESULTS.read_text(encoding="utf-8"))) if RESULTS.exists() else {"commit": "", "sections": {}}
+    """The figures that were taken, by section."""
+    return dict(json.loads(RESULTS.read_text(encoding="utf-8"))) if RESULTS.exists() else {}
 
 
-def processor() -> str:
+def here() -> dict[str, Any]:
+    """Of what, when and where figures are taken."""
+    commit = subprocess.check_output(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, text=True).strip()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} cores ({model}, {memory:.0f} GiB)"
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "commit": commit,
+        "date": f"{datetime.now(UTC):%-d %B %Y}",
+        "machine": f"{len(os.sched_getaffinity(0))} cores ({model or platform.machine()})",
+        "load": round(os.getloadavg()[0], 1),
+    }
 
 
 def main() -> int:
     """1 if a benchmark failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument(
+        "--only", nargs="*", choices=SECTIONS, default=list(SECTIONS), help="none: write the page alone"
+    )
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for each")
     options = parser.parse_args()
-    commit = subprocess.check_output(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, text=True).strip()
-    results = kept()
-    if results["commit"] != commit:
-        results = {"commit": commit, "sections": {}}
-    results |= {"date": f"{datetime.now(UTC):%-d %B %Y}", "machine": processor()}
-    failed = False
+    results, failed = kept(), False
     for name in options.only:
         print(f"{name}: python {SECTIONS[name].command}", file=sys.stderr, flush=True)
         found = SECTIONS[name].measure(options.timeout)
         failed = failed or found is None
-        results["sections"].pop(name, None)
+        results.pop(name, None)
         if found is not None:
-            results["sections"][name] = found
+            results[name] = found
         RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     PAGE.write_text(page(results), encoding="utf-8")
     return int(failed)
