@@ -207,6 +207,9 @@ def models_page(root: Path) -> str:
 def _special(family: ModelFamily) -> Iterator[str]:
     """How a family differs from Llama."""
     yield from [] if family.packs else ["sequences as rows"]
+    yield from [] if family.forward == "layers" else ["transformers' forward pass"]
+    yield from ["its own attention"] if family.forward == "own" else []
+    yield from [f"{len(family.kinds)} kinds of layers"] if len(family.kinds) > 1 else []
     if (experts := family.experts) is not None:
         yield "experts" + " in some layers" * (experts.dense is not None) + ", some shared" * bool(experts.shared)
     yield from ["linear attention in some layers"] if family.vectors else []

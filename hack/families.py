@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -26,13 +26,13 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dovetail.manifest.model_families import MODEL_FAMILIES, TABLE, ModelFamily
-from dovetail.manifest.model_families.family import KEPT, Experts, Layers, width_of
+from dovetail.manifest.model_families.family import KEPT, Experts, Layers, layers_at, width_of
 from dovetail.manifest.model_families.support import foreign
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.models import ModelError, PipelineStage, load_config
 from dovetail.models.derive import derive_family, known, resized, usual_config, whole_model
 from dovetail.protocol.messages import ModelRef
-from dovetail.tools.model_check import prove, share, unbuilt
+from dovetail.tools.model_check import prove, share, small_copy, unbuilt
 from dovetail.trainer.engine.action_measures import SavedBytes
 
 # As near as the counted memory of a layer must be to what is measured.
@@ -65,24 +65,55 @@ INNER += ("shared_intermediate_size",)
 NOT_WANTED = {
     "diffllama": "each layer has two attentions, which vLLM cannot serve",
     "minicpm3": "vLLM caches whole keys and values of it, where the planner counts latent ones",
-    "olmo_hybrid": "its files hold a convolution in three parts, which stages do not join",
     **dict.fromkeys(
-        ("gemma4_text", "gemma4_unified_text"),
-        "heads of some layers have another width, and small models give each layer an embedding of its own",
+        ("olmo_hybrid", "kimi_linear"), "its files hold a convolution in three parts, which stages do not join"
     ),
-    "llama4_text": "its attention goes over chunks, and in transformers each expert computes every token",
     "phimoe": "its routers draw experts at random while they train, so two passes over the same tokens differ",
+    "minimax": "its decay stays float32, which its layers cannot multiply by bfloat16",
     "phi": "vLLM loses the bias of its head when new weights arrive",
-    "deepseek_v2": "the small published models have no q_lora_rank, and the large ones need expert parallelism",
 }
+
+
+# What computes a stage, and whether sequences are packed, from the best to what works for most types.
+FORMS: tuple[tuple[Literal["layers", "body", "own"], bool], ...] = (
+    *(("layers", True), ("layers", False), ("body", True), ("body", False)),
+    ("own", False),
+)
 
 
 def measured(config: Any, family: ModelFamily) -> ModelFamily:
     """The family with what autograd keeps of one layer. Raises ModelError if that does not grow with the widths."""
+    if family.kinds:
+        return _with_kept_shares(config, family)
     family = replace(family, kept=_kept(config, family, "all"))
     if family.experts and family.experts.dense:
         family = replace(family, kept_dense=_kept(config, family, "dense"))
     return replace(family, kept_linear=_kept(config, family, "linear")) if family.vectors else family
+
+
+def _with_kept_shares(config: Any, family: ModelFamily) -> ModelFamily:
+    """The family with what autograd keeps of a layer of each kind in a small copy, as a share of its widths. Where only
+    transformers knows the kinds of layers, all have the mean."""
+    small = small_copy(config, family)
+    count = small.num_hidden_layers
+    shape = ModelShape.of(small.to_dict())
+    at = layers_at({**small.to_dict(), "num_hidden_layers": count}, family.pattern)
+    places = [next((i for i, each in enumerate(at) if each in kind.at), 0) for kind in family.kinds]
+    known = bool(at) or len(family.kinds) == 1
+    of_layer = {
+        i: [_saved(PipelineStage(small, "lm", i, count), dtype) for dtype in (torch.float32, torch.bfloat16)]
+        for i in (sorted({*places}) if known else range(count))
+    }
+    mean = [sum(each[k] for each in of_layer.values()) / len(of_layer) for k in (0, 1)]
+    widths = dict(shape.sums)
+    kinds = []
+    for kind, place in zip(family.kinds, places, strict=True):
+        in_single, in_half = of_layer[place] if known else mean
+        own = min((in_single - in_half) / 2, in_half / 2)
+        width = widths[kind.through] if known else shape.mean("through")
+        single = max(0.0, in_half - 2 * own) / 4
+        kinds.append(replace(kind, kept=(round(single / width, 2), round(own / width, 2))))
+    return replace(family, kinds=tuple(kinds))
 
 
 def _kept(config: Any, family: ModelFamily, layers: Layers) -> dict[str, tuple[int, int]]:
@@ -195,13 +226,19 @@ def _kept_bytes(fields: dict[str, Any], dtype: torch.dtype) -> float:
     """The bytes that autograd keeps of one layer for one token."""
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(fields))
-        stage = PipelineStage(load_config(ModelRef(head="lm", path=folder)), "lm", 1, 3)
+        return _saved(PipelineStage(load_config(ModelRef(head="lm", path=folder)), "lm", 1, 3), dtype)
+
+
+def _saved(stage: PipelineStage, dtype: torch.dtype) -> float:
+    """The bytes that autograd keeps of the layer of `stage` for one token."""
     stage.cast(dtype)
     stage.to_empty(device="cpu")
     for parameter in stage.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     stage.place_buffers("cpu")
     hidden = torch.randn(1, 128, stage.hidden_size, dtype=dtype, requires_grad=True)
+    if stage.is_first:
+        hidden = torch.randint(3, 90, (1, 128))
     with SavedBytes(stage.parameters()) as meter:
         stage.train()(hidden, (64,) * 2)  # linear attention pads sequences to chunks of 64 tokens
     return meter.bytes / 128
@@ -213,6 +250,8 @@ def row(family: ModelFamily) -> dict[str, Any]:
     found = {
         f.name: getattr(family, f.name) for f in fields(family) if getattr(family, f.name) != getattr(plain, f.name)
     }
+    if family.kinds:
+        found["kinds"] = [asdict(kind) for kind in family.kinds]
     found["linears"] = [[*asdict(part).values()][: None if part.layers != "all" else -1] for part in family.linears]
     if family.experts is not None:
         usual = asdict(Experts())
@@ -226,21 +265,37 @@ def judge(kind: str, scratch: Path) -> ModelFamily | str:
         return NOT_WANTED[kind]
     try:
         config = usual_config(kind)
+        if config.model_type != kind:
+            return f"its folders are of the type `{config.model_type}`"
         if (why := foreign(config.to_dict())) is not None:
             inner = getattr(config.get_text_config(), "model_type", kind)
             return f"of its folders the language model is trained, as `{inner}`" if inner in MODEL_FAMILIES else why
-        family = derive_family(config)
-        with known(family):
-            family = measured(config, family)
-        found = prove(config, scratch / "packed", family, ranks=False)
-        if found[-1].check == "packing":  # as rows, then
-            family = replace(family, packs=False)
-            found = prove(config, scratch / "rows", family, ranks=False)
-        return next((f.says for f in found if f.state in ("problem", "warning")), family)
     except ModelError as error:
         return str(error)
     except Exception as error:
         return unbuilt(error)
+    checked, why = "", ""
+    for forward, packs in FORMS:
+        if (forward, packs) == ("layers", False) and checked != "packing":
+            continue
+        try:
+            family = replace(derive_family(config, forward), packs=packs)
+            with known(family):
+                family = measured(config, family)
+            found = prove(config, scratch / f"{forward}-{'packed' if packs else 'rows'}", family, ranks=False)
+        except ModelError as error:
+            why = str(error)
+            continue
+        except Exception as error:
+            why = unbuilt(error)
+            continue
+        wrong = next((f for f in found if f.state in ("problem", "warning")), None)
+        if wrong is None:
+            return family
+        checked, why = wrong.check, wrong.says
+        if checked == "vLLM":
+            break
+    return why
 
 
 def judged(kinds: list[str]) -> Iterator[tuple[str, ModelFamily | str]]:
@@ -253,7 +308,7 @@ def judged(kinds: list[str]) -> Iterator[tuple[str, ModelFamily | str]]:
                 found = judge(kind, place)
             print(f"{kind}: {found if isinstance(found, str) else 'proved'}", flush=True)
             if isinstance(found, ModelFamily) and found.splits:
-                copies[place / ("packed" if found.packs else "rows") / "copy"] = found
+                copies[place / f"{found.forward}-{'packed' if found.packs else 'rows'}" / "copy"] = found
             else:
                 yield kind, found
         for folder, why in (share(copies) if copies else {}).items():

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dovetail.manifest.hashing import hashed_once
 from dovetail.manifest.model_families import MODEL_FAMILIES, ModelFamily
-from dovetail.manifest.model_families.family import Width, width_of
+from dovetail.manifest.model_families.family import Width, fields_of, width_of
 from dovetail.manifest.model_families.support import problem, text_part
 
 # A model computes at each position logits of the vocabulary, one value, or both.
@@ -52,7 +52,7 @@ class ModelShape:
     experts that a token gets. `intermediate`: the inner width of the MLP or of one expert. `shared`: that of the
     experts that each token gets. `dense`: how many layers have an MLP of the width `dense_intermediate` beside layers
     with experts. `linear`: how many layers have linear attention. What is said of one block is then the mean of all.
-    `sums`: the widths that are sums of fields.
+    `sums`: the widths that are sums of fields. `shares`: those of the family's kinds of layers.
     `use_qk_norm`: a field of Cohere's."""
 
     family: str
@@ -77,6 +77,7 @@ class ModelShape:
     dense_intermediate: int = 0
     linear: int = 0
     sums: tuple[tuple[Width, int], ...] = ()
+    shares: tuple[float, ...] = ()
     use_qk_norm: bool = False
 
     @classmethod
@@ -86,8 +87,15 @@ class ModelShape:
             raise ShapeError(why)
         config = text_part(config)
         family = MODEL_FAMILIES[config["model_type"]]
+        config = _as_used(config) if family.kinds else config
         told = {**family.defaults, **config}
-        hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
+        config = told if family.kinds else config
+        hidden = _whole(config, "hidden_size")
+        # Models without attention have no heads.
+        heads = 1 if family.kinds and "num_attention_heads" not in config else _whole(config, "num_attention_heads")
+        if family.kinds:
+            told |= {n: v for n, v in family.defaults.items() if isinstance(told.get(n), str)}  # "auto"
+            told["head_dim"] = told.get("head_dim") or hidden // heads
         ends = config.get("do_layer_norm_before", True) and not config.get("_remove_final_layer_norm", False)
         narrow = family.embedding_field
         width = hidden if narrow is None else config.get(narrow) or hidden
@@ -117,6 +125,7 @@ class ModelShape:
             dense_intermediate=0 if experts is None or experts.dense is None else _whole(told, experts.dense),
             linear=family.linear_layers(config),
             sums=_sums(told, family),
+            shares=family.shares(config),
             use_qk_norm=bool(config.get("use_qk_norm")),
         )
 
@@ -173,6 +182,8 @@ class ModelShape:
         """The parameters of a block on one of `tp` tensor-parallel ranks: a part of the linear layers, and all norms.
         vLLM also shares the inner width of the experts. Trainers don't share layers with experts (`split_problem`)."""
         family = MODEL_FAMILIES[self.family]
+        if family.kinds:
+            return math.ceil(self.mean("parameters") / tp)
         linear = sum(each.share * each.parameters(tp) for each in self.linears)
         widths = {"head": self.head_dim, "hidden": self.hidden, "queries": self.queries, "keys": self.keys}
         widths |= {"inner": self.intermediate, **dict(self.sums)}
@@ -212,6 +223,10 @@ class ModelShape:
     def saved_bytes(self, itemsize: int, tp: int = 1) -> float:
         """The bytes that autograd keeps of one block for one token, on one of `tp` tensor-parallel ranks, as measured
         (`ModelFamily.kept`). `itemsize`: bytes of a number."""
+        family, sums = MODEL_FAMILIES[self.family], dict(self.sums)
+        if family.kinds:
+            each = zip(family.kinds, self.shares, strict=True)
+            return sum(s * sums[k.through] * (4 * k.kept[0] + itemsize * k.kept[1]) for k, s in each) / tp
         widths = {
             "token": 1.0,
             "hidden": self.hidden,
@@ -226,9 +241,9 @@ class ModelShape:
             "chosen_inner": self.chosen * self.intermediate,
             "dense": self.dense_intermediate,
             "shared": self.shared,
-            **dict(self.sums),
+            **sums,
         }
-        family, dense, linear = MODEL_FAMILIES[self.family], self.dense / self.layers, self.linear / self.layers
+        dense, linear = self.dense / self.layers, self.linear / self.layers
         held = [
             sum(widths[name] * (4 * single + itemsize * own) for name, (single, own) in kept.items())
             for kept in (family.kept, family.kept_dense, family.kept_linear)
@@ -238,8 +253,10 @@ class ModelShape:
     def kv_bytes(self, itemsize: int, tp: int = 1) -> float:
         """The bytes of the KV cache of one token in all blocks, on one of `tp` ranks. A key head is never split. Blocks
         with a window count like others, because it is not known beforehand how much vLLM frees behind the window."""
-        if (latent := dict(self.sums).get("kv_lora_rank+qk_rope_head_dim")) is not None:
-            return float(self.layers * latent * itemsize)
+        told = dict(self.sums)
+        keys = told.get(MODEL_FAMILIES[self.family].keys) or told.get("kv_lora_rank+qk_rope_head_dim")
+        if keys is not None:
+            return float((self.layers - self.linear) * keys * itemsize)
         return 2 * (self.layers - self.linear) * max(1.0, self.kv_heads / tp) * self.head_dim * itemsize
 
     # ------------------------------------------------------------ arithmetic
@@ -247,9 +264,16 @@ class ModelShape:
     @cached_property
     def _matrices(self) -> int:
         """The weights of one block's matrices that one token is multiplied with."""
+        if self.shares:
+            return round(self.mean("multiplied"))
         routing = self.experts * self.hidden + self.chosen * 3 * self.hidden * self.intermediate
         linear = sum(each.share * each.inputs * each.outputs for each in self.linears)
         return round(linear + self.sparse * routing)
+
+    def mean(self, what: Literal["parameters", "multiplied", "through"]) -> float:
+        """The mean over all layers of a number that the family's kinds have."""
+        sums, kinds = dict(self.sums), MODEL_FAMILIES[self.family].kinds
+        return sum(share * sums[getattr(kind, what)] for kind, share in zip(kinds, self.shares, strict=True))
 
     def forward_flops(self, tokens: float, context: float, head: Head = "lm") -> float:
         """The FLOPs of a forward pass over `tokens` positions, which attend to `context` tokens on average.
@@ -264,8 +288,22 @@ class ModelShape:
         return tokens * (self.layers * (2 * self._matrices + attention) + 2 * output)
 
 
+def _as_used(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json with fields that transformers' classes make of others."""
+    found = dict(config)
+    for each in (config.get("per_layer_config") or {}).values():
+        found["global_head_dim"] = each.get("head_dim")
+    if config.get("block_auto_adjust_ff_dim"):
+        inner = int(2 * int(config.get("block_ff_dim") or config["intermediate_size"]) / 3)
+        inner, unit = int(config.get("block_ffn_dim_multiplier") or 1) * inner, int(config["block_multiple_of"])
+        found["intermediate_size"] = unit * -(-inner // unit)
+    if not config.get("num_hidden_layers") and (kinds := config.get("layers_block_type")):
+        found["num_hidden_layers"] = len(kinds)
+    return found
+
+
 def _sums(config: Mapping[str, Any], family: ModelFamily) -> tuple[tuple[Width, int], ...]:
-    for name in sorted({n for width in family.sums for product in width.split("+") for n in product.split("*")}):
+    for name in sorted({name for width in family.sums for name in fields_of(width)}):
         _whole(config, name)
     return tuple((width, width_of(width, config)) for width in sorted(family.sums))
 

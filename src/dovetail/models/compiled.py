@@ -44,7 +44,7 @@ def compile_layers(stage: PipelineStage, backend: str = "inductor") -> None:
     """Let torch.compile run the stage's layers from their first forward pass on. A layer that it cannot compile runs as
     it is. Call it before the layers are sharded. The names of the parameters do not change."""
     _prepare()
-    for layer in stage.body.layers.values():
+    for layer in stage.layers.values():
         layer.__class__ = _class(layer.__class__)
         layer.compiles, layer.backend = True, backend
 
@@ -62,6 +62,6 @@ def _prepare() -> None:
 def use_compiled(stage: PipelineStage, wanted: bool) -> None:
     """Choose whether the layers that were prepared by `compile_layers` run compiled. A split backward needs plain
     layers, because compiled code computes the gradients of inputs and weights together."""
-    for layer in stage.body.layers.values():
+    for layer in stage.layers.values():
         if isinstance(layer, _Compiled):
             layer.compiles = wanted

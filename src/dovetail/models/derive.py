@@ -7,15 +7,27 @@ read them without torch."""
 from __future__ import annotations
 
 import copy
+import itertools
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from dovetail.manifest.model_families import MODEL_FAMILIES, Experts, LinearPart, ModelFamily
-from dovetail.manifest.model_families.family import EXPERT_MATRICES, Layers, Width, saved_as, width_of
+from dovetail.manifest.model_families import MODEL_FAMILIES, Experts, Kind, LinearPart, ModelFamily
+from dovetail.manifest.model_families.family import (
+    EXPERT_MATRICES,
+    Layers,
+    Width,
+    fields_of,
+    layers_at,
+    saved_as,
+    width_of,
+)
 from dovetail.models.config import ModelError
 from dovetail.protocol.errors import last_line
 
@@ -68,6 +80,16 @@ _LAYERS = 12
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "sliding_window": None}
     | {"first_k_dense_replace": 1, "norm_topk_prob": True, "num_key_value_heads": 32},
+    "deepseek_v2": {"q_lora_rank": None},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": 8, "num_key_value_heads": 8},
+    "lfm2": {
+        "block_auto_adjust_ff_dim": False,
+        "num_hidden_layers": 16,
+        "layer_types": (["conv", "conv", "full_attention"] * 3 + ["conv", "full_attention"] * 4)[:16],
+    },
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "granitemoeshared": {"shared_intermediate_size": 1024},
     "laguna": {"layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 10},
     "mellum": {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 7},
@@ -110,22 +132,45 @@ def usual_config(kind: str, **fields: Any) -> Any:
 def resized(config: Any, layers: int, **sizes: Any) -> Any:
     """A copy of `config` with the first `layers` layers and other sizes. It has only the sizes that `config` has
     itself, and keeps the pattern of the layers."""
-    known = config.to_dict()
-    if "num_hidden_layers" not in known:
+    known, aliases = config.to_dict(), own_names(config)
+    count = aliases.get("num_hidden_layers", "num_hidden_layers")
+    before = known.get(count) or len(known.get("layers_block_type") or ())
+    if not before:
         raise ModelError("its config.json has no num_hidden_layers, from which Dovetail takes the number of layers")
+    sizes = {**{aliases[name]: size for name, size in sizes.items() if name in aliases}, **sizes}
     has = {name for name, value in known.items() if value is False or value != 0}  # no experts stay no experts
-    fields = {**known, **{name: value for name, value in sizes.items() if name in has}, "num_hidden_layers": layers}
+    fields = {**known, **{name: value for name, value in sizes.items() if name in has}}
+    fields |= {count: layers} if count in known else {}
     if known.get("head_dim") and known["head_dim"] == known.get("qk_rope_head_dim"):  # the part with rotary positions
         fields["head_dim"] = fields["qk_rope_head_dim"]
     if "mamba_d_head" in known:  # its heads must fill a multiple of the hidden states
         fields |= {"mamba_n_heads": 8, "mamba_d_head": "auto"}
     if set(known.get("num_attention_heads_per_layer") or ()) == {known.get("num_attention_heads")}:
         del fields["num_attention_heads_per_layer"]
-    before = known["num_hidden_layers"]
+    if "num_heads" in known and "expand" in known:  # Mamba 2's heads too
+        fields |= {"head_dim": 16, "n_groups": 2, "num_heads": known["expand"] * fields["hidden_size"] // 16}
+    if known.get("num_experts_per_tok") == 1:
+        fields["num_experts_per_tok"] = 1
+    if "time_step_limit" in known:  # transformers does not read the infinity that it writes
+        fields["time_step_limit"] = [0.0, 1e9]
+    if overrides := known.get("per_layer_config"):  # Gemma 4's, which its class makes again from these
+        del fields["per_layer_config"]
+        each = next(iter(overrides.values()))
+        fields["global_head_dim"] = each["head_dim"] * fields["head_dim"] // known["head_dim"]
     for name, value in known.items():  # one entry for each layer
-        if name in fields and isinstance(value, list) and len(value) == before and "layer" in name:
+        if name in fields and isinstance(value, list) and len(value) == before and _by_layer(name):
             fields[name] = (value * (layers // before + 1))[:layers]
     return type(config).from_dict(fields)
+
+
+def own_names(config: Any) -> dict[str, str]:
+    """The names of a configuration's fields, by transformers' usual ones, where they differ."""
+    known = config.to_dict()
+    return {usual: own for usual, own in type(config).attribute_map.items() if own in known and usual not in known}
+
+
+def _by_layer(name: str) -> bool:
+    return any(part in name for part in ("layer", "block", "pattern"))
 
 
 def whole_model(config: Any, **options: Any) -> Any:
@@ -139,9 +184,11 @@ def whole_model(config: Any, **options: Any) -> Any:
         raise ModelError(f"transformers cannot build the model: {last_line(error)}") from error
 
 
-def derive_family(config: Any) -> ModelFamily:
-    """The facts about the family of `config`, except what autograd keeps (`kept`), which must be measured, and
-    `packs`, which must be proved. Raises ModelError if stages cannot compute such a model."""
+def derive_family(config: Any, forward: Literal["layers", "body", "own"] = "layers") -> ModelFamily:
+    """The facts about the family of `config`, if `forward` computes it, except what autograd keeps (`kept`), which must
+    be measured, and `packs`, which must be proved. Raises ModelError if stages cannot compute such a model."""
+    if forward != "layers":
+        return _whole_body(config.model_type, forward)
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -236,6 +283,284 @@ def derive_family(config: Any) -> ModelFamily:
     )
 
 
+def _whole_body(kind: str, forward: Literal["body", "own"]) -> ModelFamily:
+    """The facts about a family of which transformers' body computes a stage."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    plain = usual_config(kind)
+    # With latent keys each head has its own.
+    heads = {"num_key_value_heads": 8} if plain.to_dict().get("kv_lora_rank") else {}
+    small = resized(plain, _LAYERS, **{**_SIZES, **heads})
+    try:
+        whole = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+    except Exception as error:  # configurations that have lost a field in the copy
+        raise ModelError(f"transformers cannot build the model: {last_line(error)}") from error
+    lists = [(n, m) for n, m in whole.named_modules() if isinstance(m, nn.ModuleList) and len(m) == _LAYERS]
+    if not lists:
+        raise ModelError(f"{kind} models do not keep their layers in one list")
+    (path, _, name), layers = lists[0][0].rpartition("."), lists[0][1]
+    body = whole.get_submodule(path)
+    called: list[str] = []
+    tuples: set[int] = set()
+    parts = {n: part for n, part in body.named_children() if n != name and any(True for _ in part.parameters())}
+    for part in (*parts, f"{name}.0"):
+        body.get_submodule(part).register_forward_hook(lambda *_, part=part: called.append(part))
+    layers[0].register_forward_hook(lambda _layer, _given, found: tuples.add(len(found) * isinstance(found, tuple)))
+    with torch.no_grad():
+        whole(torch.arange(3, 9)[None], use_cache=False)
+    at = called.index(f"{name}.0")
+    embedding = next((n for n in called[:at] if parts[n] is whole.get_input_embeddings()), None)
+    if embedding is None:
+        raise ModelError(f"{kind} models have no plain token embedding beside their layers")
+    entry = tuple(n for n in dict.fromkeys(called[:at]) if n != embedding)
+    exits = tuple(dict.fromkeys(called[at + 1 :]))
+    head_name, head = next((n, m) for n, m in whole.named_modules() if m is whole.get_output_embeddings())
+    if head.bias is not None:
+        raise ModelError(f"the vocabulary projection of {kind} models has a bias, which stages do not compute")
+    kinds, pattern = _counted_kinds(plain, small, lists[0][0])
+    known, aliases, told = plain.to_dict(), own_names(plain), told_fields(plain)
+    used = {n for kind in kinds for n in fields_of(f"{kind.parameters}+{kind.multiplied}+{kind.through}")}
+    keys = "kv_lora_rank+qk_rope_head_dim" if told.get("kv_lora_rank") else ""
+    used |= {"hidden_size", "num_hidden_layers", "vocab_size", *(fields_of(keys) if keys else ())}
+    used |= {n for n in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings") if told.get(n)}
+    norm = next((parts[n] for n in exits if _is_norm(parts[n])), nn.Identity())
+    single = {n for each in layers for n, t in each.state_dict().items() if t.numel() == 1}
+    constants = {n for each in layers for n, p in each.named_parameters() if not p.requires_grad} | {
+        n for each in layers for n, _ in each.named_buffers() if n in each.state_dict()
+    }
+    renamed = _renamed(kind)
+    found = CLASSES[kind]
+    classes = found.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    return ModelFamily(
+        name=kind,
+        classes=classes,
+        lm_class=None if found == f"{classes}ForCausalLM" else found,
+        defaults={n: told[n] for n in sorted(used) if told.get(n)},
+        linears=(),
+        inner_field="hidden_size",
+        tied=bool(getattr(plain, "tie_word_embeddings", False)),
+        grouped="num_key_value_heads" in told,
+        body=path,
+        embedding=embedding,
+        entry=entry,
+        exits=exits,
+        norm_vectors=len(list(norm.parameters())),
+        learnt_positions=any(isinstance(parts[n], nn.Embedding) for n in entry),
+        saved_head=head_name,
+        renamed=renamed,
+        constants=tuple(sorted({saved_as(renamed, n).rpartition(".")[2] for n in constants})),
+        norm_offset=_adds_one(norm),
+        softcap="final_logit_softcapping" if "final_logit_softcapping" in known else None,
+        logit_factor=next((n for n in ("logit_scale", "logits_scaling", "lm_head_multiplier") if n in known), None),
+        single=_begun(small, path, single, name) if single else {},
+        forward=forward,
+        layers=name,
+        tuples=max(tuples),
+        kinds=kinds,
+        pattern=pattern,
+        aliases=aliases,
+        matrices=_matrices(kind),
+        **{"keys": keys} | _ONLY_KNOWN.get(kind, {}),
+    )
+
+
+def _counted_kinds(plain: Any, small: Any, path: str) -> tuple[tuple[Kind, ...], tuple[str, ...]]:
+    """The kinds of layers of a model, and the fields that say which layer is of which kind."""
+    layers: Any = whole_model(small).get_submodule(path)
+
+    def parts(layer: nn.Module) -> list[Any]:
+        found: list[Any] = [(name, type(part)) for name, part in layer.named_modules()]
+        return found + [(name, tensor.shape) for name, tensor in layer.named_parameters()]
+
+    first: list[int] = []  # a layer of each kind
+    of: list[int] = []
+    for number, layer in enumerate(layers):
+        alike = next((k for k, other in enumerate(first) if parts(layers[other]) == parts(layer)), None)
+        if alike is None:
+            alike = len(first)
+            first.append(number)
+        of.append(alike)
+    known = {n: v for n, v in small.to_dict().items() if _by_layer(n) and isinstance(v, list) and len(v) == len(of)}
+    for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
+        if isinstance(value := getattr(small, name, None), list) and len(value) == len(of) and name not in known:
+            known[name] = value
+    told = small.to_dict() | known | {"num_hidden_layers": len(of)}
+    fields = sorted([*known, *(n for n in _PATTERN if isinstance(told.get(n), int))])
+    pattern: tuple[str, ...] = ()
+    for names in (*itertools.combinations(fields, 1), *itertools.combinations(fields, 2)):
+        at = layers_at(told, names)
+        if len(first) > 1 and len(set(zip(at, of, strict=True))) == len(set(at)):
+            pattern = names
+            break
+    at = layers_at(told, pattern)
+    # The published pattern, of all layers.
+    every = _kinds_of_all(plain, path, [parts(layers[number]) for number in first], parts) if len(first) > 1 else [0]
+    widths = _Widths(small, path, first)
+    return tuple(
+        Kind(
+            at=tuple(sorted({a for a, o in zip(at, of, strict=True) if o == k})) if pattern else (),
+            share=round(every.count(k) / len(every), 4),
+            parameters=widths.of(k, "parameters"),
+            multiplied=widths.of(k, "multiplied"),
+            through=widths.of(k, "through"),
+            attends=any(_attends(m) for m in layers[number].modules()),
+        )
+        for k, number in enumerate(first)
+    ), pattern
+
+
+def _kinds_of_all(plain: Any, path: str, kinds: list[Any], parts: Any) -> list[int]:
+    count = plain.num_hidden_layers
+    whole: Any = whole_model(resized(plain, count, **_SIZES)).get_submodule(path)
+    return [next((k for k, each in enumerate(kinds) if each == parts(layer)), 0) for layer in whole]
+
+
+def _attends(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return "attention" in name and not any(part in name for part in ("linear", "lightning", "delta"))
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """A configuration's fields, with that of Gemma 4's wider heads, which its class keeps for each layer."""
+    known: dict[str, Any] = config.to_dict()
+    for each in (known.pop("per_layer_config", None) or {}).values():
+        known["global_head_dim"] = each["head_dim"]
+    return known
+
+
+def told_fields(config: Any) -> dict[str, Any]:
+    """A configuration's fields, also by transformers' usual names."""
+    known = _fields(config)
+    known.setdefault("num_hidden_layers", config.num_hidden_layers)
+    return {**known, **{usual: known[own] for usual, own in own_names(config).items()}}
+
+
+def _matrices(kind: str) -> dict[str, tuple[str, ...]]:
+    """The names of one expert's matrices in files, by the name of transformers' parameter for all experts."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    found = {}
+    for change in get_checkpoint_conversion_mapping(kind) or ():
+        sources, target = change.source_patterns, change.target_patterns[0]
+        if any("experts.*." in each for each in sources):
+            found[target.rpartition("experts.")[2]] = tuple(each.rpartition("experts.*.")[2] for each in sources)
+    return found
+
+
+class _Widths:
+    """Finds sums of products of fields that give the sizes of layers. `config` is a small copy with its layers at
+    `path`. Layers of `numbers` are looked at. What a field does to a size is seen where only this field is another
+    one, or two where one alone builds no model."""
+
+    def __init__(self, config: Any, path: str, numbers: list[int]) -> None:
+        self.config, self.path, self.numbers = config, path, numbers
+        known = _fields(config)
+        count = own_names(config).get("num_hidden_layers", "num_hidden_layers")
+        self.own = {own: usual for usual, own in own_names(config).items()}
+        skipped = (count, "vocab_size", "max_position_embeddings", "n_positions", "sliding_window")
+        whole = {n: v for n, v in known.items() if isinstance(v, int) and not isinstance(v, bool) and v > 0}
+        whole = {n: v for n, v in whole.items() if n not in skipped and not n.endswith(("_id", "_idx", "_ids"))}
+        self.builds = [(whole, self._sizes({}))]
+        alone = [name for name in whole if self._try({name: 2 * whole[name]}, whole)]
+        self.bound = [name for name in whole if name not in alone]
+        for name in self.bound:
+            others = (other for other in (*self.bound, *alone) if other != name)
+            next((o for o in others if self._try({name: 2 * whole[name], o: 2 * whole[o]}, whole)), None)
+        self.columns = {name: tuple(fields[name] for fields, _ in self.builds) for name in whole}
+        if not known.get("head_dim"):
+            hidden, number = (
+                self.columns.get(own_names(config).get(n, n)) for n in ("hidden_size", "num_attention_heads")
+            )
+            if hidden and number:
+                self.columns["head_dim"] = tuple(h // n for h, n in zip(hidden, number, strict=True))
+        self.found: dict[tuple[int, ...], Counter[tuple[str, ...]]] = {}
+
+    def _try(self, fields: dict[str, int], whole: dict[str, int]) -> bool:
+        with suppress(Exception):  # sizes that do not go together make the classes raise many kinds of errors
+            sizes = self._sizes(fields)
+            if [set(each) for each in sizes] == [set(each) for each in self.builds[0][1]]:
+                self.builds.append(({**whole, **fields}, sizes))
+                return True
+        return False
+
+    def _sizes(self, fields: dict[str, int]) -> list[dict[str, tuple[int, ...]]]:
+        """The shapes of the parameters of each kind of layer."""
+        config = type(self.config).from_dict({**_fields(self.config), **fields})
+        layers: Any = whole_model(config).get_submodule(self.path)
+        return [{n: tuple(p.shape) for n, p in layers[k].named_parameters()} for k in self.numbers]
+
+    def of(self, kind: int, what: Literal["parameters", "multiplied", "through"]) -> Width:
+        total: Counter[tuple[str, ...]] = Counter()
+        for name, shape in self.builds[0][1][kind].items():
+            dims = [self._size(kind, name, axis) for axis in range(len(shape))]
+            if what != "parameters":
+                if len(shape) < 2:
+                    continue
+                if len(shape) == 3:  # of all experts, of which a token gets some
+                    dims[0] = self._chosen(dims[0])
+            if what == "through":
+                first = dims[0] if len(shape) == 3 else _ONE
+                for dim in dims[-2:]:
+                    total += _product([first, dim])
+            else:
+                total += _product(dims)
+        return "+".join(
+            "*".join([*([str(count)] if count > 1 or not names else []), *(self.own.get(n, n) for n in names)])
+            for names, count in sorted(total.items())
+        )
+
+    def _chosen(self, count: Counter[tuple[str, ...]]) -> Counter[tuple[str, ...]]:
+        names = {own_names(self.config).get(n, n) for n in (*_COUNTS["chosen"], "moe_topk", "num_experts_per_token")}
+        chosen = next((n for n in sorted(names) if n in self.columns), None)
+        experts = {own_names(self.config).get(n, n) for n in _COUNTS["count"]}
+        is_count = chosen is not None and len(count) == 1 and set(next(iter(count))) & experts
+        return Counter({(chosen,): 1}) if is_count and chosen else count
+
+    def _size(self, kind: int, name: str, axis: int) -> Counter[tuple[str, ...]]:
+        values = tuple(sizes[kind][name][axis] for _, sizes in self.builds)
+        if values not in self.found:
+            self.found[values] = self._search(values, f"{name} ({values[0]})")
+        return self.found[values]
+
+    def _search(self, values: tuple[int, ...], what: str) -> Counter[tuple[str, ...]]:
+        if len(set(values)) == 1:
+            return Counter({(): values[0]})
+        names = [name for name in self.columns if self._matters(name, values)]
+        terms: dict[tuple[int, ...], Counter[tuple[str, ...]]] = {}
+        products = [p for n in (1, 2, 3) for p in itertools.combinations(names, n)]
+        for product, count in itertools.product([(), *products], (1, 2, 3, 4)):
+            column = tuple(count * math.prod(row) for row in zip(*(self.columns[n] for n in product), strict=True))
+            terms.setdefault(column or (count,) * len(values), Counter({product: count}))
+        if values in terms:
+            return terms[values]
+        for one, first in terms.items():
+            if (rest := tuple(a - b for a, b in zip(values, one, strict=True))) in terms:
+                return first + terms[rest]
+        for (one, first), (two, second) in itertools.combinations(terms.items(), 2):
+            if (rest := tuple(a - b - c for a, b, c in zip(values, one, two, strict=True))) in terms:
+                return first + second + terms[rest]
+        raise ModelError(f"its config.json does not say the size of {what} in a way that Dovetail finds")
+
+    def _matters(self, name: str, values: tuple[int, ...]) -> bool:
+        """Whether a size may depend on a field."""
+        column = self.columns[name]
+        return any(a != column[0] and b != values[0] for a, b in zip(column, values, strict=True))
+
+
+_ONE: Counter[tuple[str, ...]] = Counter({(): 1})
+
+
+def _product(dims: list[Counter[tuple[str, ...]]]) -> Counter[tuple[str, ...]]:
+    total = _ONE
+    for dim in dims:
+        more: Counter[tuple[str, ...]] = Counter()
+        for (left, a), (right, b) in itertools.product(total.items(), dim.items()):
+            more[tuple(sorted((*left, *right)))] += a * b
+        total = more
+    return total
+
+
 def _body(whole: nn.Module, kind: str) -> tuple[str, Any]:
     """The module that holds embedding and layers, and its name."""
     for path, module in whole.named_modules():
@@ -296,18 +621,12 @@ def _adds_one(norm: Any) -> bool:
 
 
 def _experts(layer: nn.Module, config: Any, kind: str) -> Experts | None:
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
     found = [(name, module) for name, module in layer.named_modules() if hasattr(module, "has_gate")]
     if not found:
         return None
     if (known := _ONLY_KNOWN.get(kind, {}).get("experts")) is not None:
         return known  # type: ignore[no-any-return]
-    matrices = {}
-    for change in get_checkpoint_conversion_mapping(kind) or ():
-        sources, target = change.source_patterns, change.target_patterns[0]
-        if any("experts.*." in each for each in sources):
-            matrices[target.rpartition("experts.")[2]] = tuple(each.rpartition("experts.*.")[2] for each in sources)
+    matrices = _matrices(kind)
     lengths = {name: len(parts) for name, parts in EXPERT_MATRICES.items()}
     block = found[0][0].rpartition(".")[0]
     parts = {name for name, _ in layer.get_submodule(block).named_children()}
@@ -374,11 +693,12 @@ def _head_widths(config: Any) -> dict[int, Width]:
     return {size: "head", keys * size: "keys", queries * size: "queries"}
 
 
-def _begun(config: Any, path: str, names: set[str]) -> dict[str, float]:
+def _begun(config: Any, path: str, names: set[str], list_: str = "layers") -> dict[str, float]:
     """The values with which transformers begins parts of the layers that are one number."""
     from transformers import AutoModelForCausalLM
 
-    layers: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).get_submodule(path).layers
+    body = AutoModelForCausalLM.from_config(config, dtype=torch.float32).get_submodule(path)
+    layers: Any = getattr(body, list_)
     found = {n: t for layer in layers for n, t in layer.state_dict().items()}
     return {name: round(float(found[name]), 7) for name in sorted(names)}
 

@@ -173,7 +173,7 @@ def _rotary_fields(config: Any, source: Mapping[str, Any], family: ModelFamily) 
     """The fields that say to Transformers 4 what `rope_parameters` says to version 5. Those of a source that was
     written by version 4 stay as they are."""
     kinds = getattr(config, "rope_parameters", None)
-    if not kinds:
+    if not kinds or family.forward != "layers":
         return {}
     each = kinds.get("full_attention", kinds)
     scaling = {name: value for name, value in each.items() if name not in _NOT_SCALING}

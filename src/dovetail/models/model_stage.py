@@ -7,7 +7,9 @@ the pipeline split."""
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -64,8 +66,6 @@ class PipelineStage(nn.Module):
         super().__init__()
         from transformers import AutoModelForCausalLM
 
-        from dovetail.models.layers.attention import NAME
-
         self.config = config
         self.head: Head = head
         lm, value = head != "value", head != "lm"
@@ -85,21 +85,32 @@ class PipelineStage(nn.Module):
         with torch.device("meta"):
             # Master weights are float32, whatever the files hold. transformers would take the dtype of config.json.
             whole = AutoModelForCausalLM.from_config(
-                without_dropout(config), dtype=torch.float32, attn_implementation=NAME
+                without_dropout(config), dtype=torch.float32, attn_implementation=self._attention
             )
         source: Any = whole.get_submodule(self.family.body)
-        body = nn.Module()
-        if self.is_first:
-            _take(source, body, (self.family.embedding, *self.family.entry))
-        body.layers = nn.ModuleDict({str(i): source.layers[i] for i in self.layer_ids})
+        body: Any = nn.Module()
+        entry, exits = (self.family.embedding, *self.family.entry), self.family.exits
+        if self.family.forward == "layers":
+            if self.is_first:
+                _take(source, body, entry)
+        else:
+            body = source
+            for name in {*(entry if not self.is_first else ()), *(exits if not self.is_last else ())}:
+                if not (self.is_first and name in entry) and not (self.is_last and name in exits):
+                    delattr(body, name)
+            self._shells = [_Elsewhere(each, self.family.tuples) for each in getattr(source, self.family.layers)]
+        mine = nn.ModuleDict({str(i): getattr(source, self.family.layers)[i] for i in self.layer_ids})
+        setattr(body, self.family.layers, mine)
         if self.family.experts is not None and self.family.softmax_routers:
-            for layer in body.layers.values():
+            for layer in mine.values():
                 replays(layer, self.family.experts)
-        self.constants = frozenset(self._constants(body.layers))
+        # Of its constants those that begin as transformers makes them.
+        self.remade: set[str] = set()
+        self.constants = frozenset(self._constants(mine))
         self.rotary_type = None if getattr(source, "rotary_emb", None) is None else type(source.rotary_emb)
         self.rotary: Any = None
-        if self.is_last:
-            _take(source, body, self.family.exits)
+        if self.is_last and self.family.forward == "layers":
+            _take(source, body, exits)
         above, _, last = self.family.body.rpartition(".")
         place: nn.Module = self
         for name in above.split(".") if above else ():
@@ -119,12 +130,16 @@ class PipelineStage(nn.Module):
         are. Yields the names of all such parameters of the layers."""
         for name, module in layers.named_modules():
             saved = module.state_dict(keep_vars=True)
-            for leaf in [leaf for leaf, _ in module.named_buffers(recurse=False) if leaf in saved]:
+            for leaf, tensor in [*module.named_buffers(recurse=False)]:
+                if leaf not in saved:
+                    continue
+                if not (leaf.endswith("bias") or tensor.numel() == 1):
+                    self.remade.add(f"{self.family.body}.{self.family.layers}.{name}.{leaf}")
                 buffer = module._buffers.pop(leaf)
                 module.register_parameter(leaf, nn.Parameter(buffer, requires_grad=False))
             for leaf, parameter in module.named_parameters(recurse=False):
                 if not parameter.requires_grad:
-                    yield f"{self.family.body}.layers.{name}.{leaf}"
+                    yield f"{self.family.body}.{self.family.layers}.{name}.{leaf}"
 
     def cast(self, dtype: torch.dtype) -> None:
         """Give all parameters this dtype, except those that no training changes. Routers add them to float32."""
@@ -136,6 +151,19 @@ class PipelineStage(nn.Module):
     def body(self) -> Any:
         """The module that holds embeddings, layers and final norm. It has the same name as in the whole model."""
         return self.get_submodule(self.family.body)
+
+    @property
+    def layers(self) -> nn.ModuleDict:
+        """This rank's layers by their numbers."""
+        found: nn.ModuleDict = getattr(self.body, self.family.layers)
+        return found
+
+    @property
+    def _attention(self) -> str | None:
+        """The implementation of attention. None is the best of the model's own that this torch has."""
+        from dovetail.models.layers.attention import NAME
+
+        return None if self.family.forward == "own" else NAME
 
     @property
     def embedding_name(self) -> str:
@@ -170,7 +198,10 @@ class PipelineStage(nn.Module):
 
     def place_buffers(self, device: torch.device | str) -> None:
         """Make the buffers that no checkpoint holds, on `device`: the rotary frequencies (float32), and the factor of a
-        scaled embedding."""
+        scaled embedding. Where transformers' body computes, all are those that it makes itself."""
+        if self.family.forward != "layers":
+            self._remake_buffers(device)
+            return
         for module in self.modules():
             if hasattr(module, "scalar_embed_scale"):
                 module.embed_scale = torch.tensor(module.scalar_embed_scale, device=device)
@@ -178,6 +209,27 @@ class PipelineStage(nn.Module):
             with torch.device(device):
                 # It is no submodule, so that it stays float32 and is not in the stage's state dict.
                 object.__setattr__(self, "rotary", {theta: self._rotary(theta) for theta in {*self._thetas}})
+
+    def _remake_buffers(self, device: torch.device | str) -> None:
+        for name, buffer in self.made_buffers().items():
+            owner, _, leaf = name.rpartition(".")
+            with suppress(AttributeError):  # of other stages
+                module = self.get_submodule(owner)
+                if leaf in module._buffers:
+                    module._buffers[leaf] = buffer.to(device)
+
+    def made_buffers(self) -> dict[str, Tensor]:
+        """The buffers of the whole model that transformers makes, on the CPU."""
+        from transformers import AutoModelForCausalLM
+        from transformers.initialization import no_init_weights
+
+        if not self.remade and not any(True for _ in self.buffers()):
+            return {}
+        with no_init_weights(), torch.device("cpu"):  # its weights are never touched, so they take no memory
+            whole = AutoModelForCausalLM.from_config(
+                without_dropout(self.config), dtype=torch.float32, attn_implementation=self._attention
+            )
+        return dict(whole.named_buffers())
 
     @property
     def _thetas(self) -> Sequence[float | None]:
@@ -218,7 +270,7 @@ class PipelineStage(nn.Module):
         values (B, T) float32 (head `value`), or both. `wanted`, (n,) int64: positions among all B x T. With it only
         their outputs are returned, (n, V) or (n,). `predictions` needs `wanted`, and its results take the place of
         logits."""
-        body, device = self.body, inputs.device
+        device = inputs.device
         if lengths is None:
             longest = inputs.shape[1]
             positions = torch.arange(longest, device=device).unsqueeze(0)
@@ -227,6 +279,11 @@ class PipelineStage(nn.Module):
             packing = Packing(lengths, prefixes, device, pasts)
             longest, positions = packing.longest, packing.positions.unsqueeze(0)
             layout = packing.packed() if self.family.packs else packing.rows(self._together)
+        if self.family.forward != "layers":
+            self._check_length(longest)
+            rows = zip(layout.spread(inputs), layout.positions, strict=True)
+            hidden = layout.joined([self._through_body(*each, layout.arguments, chunk) for each in rows])
+            return hidden if not self.ends(chunk) else self._head(_wanted(hidden, wanted), predictions)
         hidden = self._embed(inputs, positions, longest) if self.begins(chunk) else inputs
         parts = layout.spread(hidden)
         share = {"balance": balance / self.config.num_hidden_layers} if balance else {}
@@ -234,7 +291,7 @@ class PipelineStage(nn.Module):
         rotations = [self._rotations(*each) for each in zip(parts, layout.positions, strict=True)]
         given = [None] * len(parts) if routing is None else layout.spread(routing.unsqueeze(0))
         for number in self.chunk_layers[chunk]:
-            layer = body.layers[str(number)]
+            layer = self.layers[str(number)]
             for at, (extra, turned, chosen) in enumerate(zip(extras, rotations, given, strict=True)):
                 if turned:
                     extra["position_embeddings"] = turned.get(self._kind(number))
@@ -244,7 +301,38 @@ class PipelineStage(nn.Module):
         hidden = layout.joined(parts)
         if not self.ends(chunk):
             return hidden
-        return self._head(hidden if wanted is None else hidden.flatten(0, 1)[wanted], predictions)
+        return self._head(_wanted(hidden, wanted), predictions)
+
+    def _through_body(self, inputs: Tensor, positions: Tensor, extra: dict[str, Any], chunk: int) -> Tensor:
+        """The output of a chunk's last layer, from transformers' own forward pass of the body. Layers of other stages
+        do nothing in it, and nothing is done before a stage's first layer and after its last one."""
+        body, numbers = self.body, self.chunk_layers[chunk]
+        takes = inspect.signature(type(body).forward).parameters
+        first = _Edge(self.layers[str(numbers[0])], None if self.begins(chunk) else inputs)
+        line: list[Any] = list(self._shells)
+        for number in numbers:
+            line[number] = self.layers[str(number)]
+        line[numbers[0]] = first
+        last = first if len(numbers) == 1 else _Edge(line[numbers[-1]], None)
+        line[numbers[-1]] = last
+        absent = _Absent(self.hidden_size)
+        both = {*self.family.entry} & {*self.family.exits} if self.begins(chunk) else set()
+        shadows: dict[str, Any] = {self.family.layers: line}
+        shadows |= {name: absent for name in self.family.exits if name not in both}
+        if not self.begins(chunk):
+            shadows |= dict.fromkeys((self.family.embedding, *self.family.entry), absent)
+        given = {"input_ids": inputs} if self.begins(chunk) else {"inputs_embeds": inputs}
+        if "position_ids" in takes:
+            given["position_ids"] = positions.expand(inputs.shape[:2])
+        if "use_cache" in takes:
+            given["use_cache"] = False
+        vars(body).update(shadows)
+        try:
+            body(**given, **extra)
+        finally:
+            for name in shadows:
+                del vars(body)[name]
+        return last.output
 
     @property
     def _together(self) -> bool:
@@ -279,14 +367,17 @@ class PipelineStage(nn.Module):
             hidden = body.norm(hidden)
         if not self.family.learnt_positions:
             return hidden
-        if longest > self.config.max_position_embeddings:
+        self._check_length(longest)
+        if hasattr(body, "project_in"):
+            hidden = body.project_in(hidden)
+        return hidden + body.embed_positions(None, position_ids=positions)
+
+    def _check_length(self, longest: int) -> None:
+        if self.family.learnt_positions and longest > self.config.max_position_embeddings:
             raise ModelError(
                 f"a sequence of {longest} tokens is longer than the model's "
                 f"max_position_embeddings, {self.config.max_position_embeddings}"
             )
-        if hasattr(body, "project_in"):
-            hidden = body.project_in(hidden)
-        return hidden + body.embed_positions(None, position_ids=positions)
 
     def _head(self, hidden: Tensor, predictions: Predictions | None) -> Tensor | Predicted | Outputs:
         body = self.body
@@ -304,11 +395,56 @@ class PipelineStage(nn.Module):
     def _predicted(self, hidden: Tensor, predictions: Predictions | None) -> Tensor | Predicted:
         head = self.lm_head if hasattr(self, "lm_head") else getattr(self.body, self.family.embedding)
         if self.family.logit_factor is not None:
-            factor = getattr(self.config, self.family.logit_factor)
+            factor = getattr(self.config, self.family.logit_factor) or 1.0
             hidden = hidden / factor if self.family.logit_factor == "logits_scaling" else hidden * factor
         bound = getattr(self.config, self.family.softcap, None) if self.family.softcap else None
         vocabulary = Vocabulary(head.weight, bound)
         return vocabulary.logits(hidden) if predictions is None else predict(hidden, vocabulary, predictions)
+
+
+class _Elsewhere:
+    """Stands in transformers' body for a layer of another stage. It has the layer's settings, and hands on what it
+    gets."""
+
+    def __init__(self, layer: nn.Module, tuples: int) -> None:
+        vars(self).update({name: value for name, value in vars(layer).items() if not name.startswith("_")})
+        self._tuples = tuples
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        return (hidden_states, *[None] * (self._tuples - 1)) if self._tuples else hidden_states
+
+
+class _Edge:
+    """Stands in transformers' body for a stage's first or last layer. The layer gets `given` in place of its hidden
+    states, and its output is kept."""
+
+    def __init__(self, layer: Any, given: Tensor | None) -> None:
+        self._layer, self._given = layer, given
+        self.output: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, hidden_states: Tensor, *more: Any, **others: Any) -> Any:
+        found = self._layer(hidden_states if self._given is None else self._given, *more, **others)
+        self.output = found[0] if isinstance(found, tuple) else found
+        return found
+
+
+class _Absent:
+    """Stands in transformers' body for an embedding, which then is 0, or a norm, which does nothing."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def __call__(self, values: Tensor, *_: Any, **__: Any) -> Tensor:
+        if values.is_floating_point():
+            return values
+        return torch.zeros(*values.shape, self._width, device=values.device)
+
+
+def _wanted(hidden: Tensor, wanted: Tensor | None) -> Tensor:
+    return hidden if wanted is None else hidden.flatten(0, 1)[wanted]
 
 
 def _take(source: nn.Module, body: nn.Module, names: Sequence[str]) -> None:

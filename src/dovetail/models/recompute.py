@@ -19,11 +19,11 @@ class _Recomputed(nn.Module):
     # Whether the second run must draw the same random numbers. Only the adapters' dropout draws any.
     draws: bool
 
-    def forward(self, hidden: torch.Tensor, **others: Any) -> Any:
+    def forward(self, hidden: torch.Tensor, *more: Any, **others: Any) -> Any:
         run = super().forward
         if not (self.training and torch.is_grad_enabled()):
-            return run(hidden, **others)
-        return checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=self.draws, **others)
+            return run(hidden, *more, **others)
+        return checkpoint(run, hidden, *more, use_reentrant=False, preserve_rng_state=self.draws, **others)
 
 
 _classes: dict[type[Any], type[Any]] = {}
@@ -40,11 +40,11 @@ def recompute(stage: PipelineStage) -> None:
     stay the same to the last bit. The names of the parameters do not change.
 
     Then backward passes must not be split, because the gradient of each weight would run its layer again."""
-    for layer in stage.body.layers.values():
+    for layer in stage.layers.values():
         layer.__class__ = _recomputed(type(layer))
         layer.draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
 
 
 def recomputes(stage: PipelineStage) -> bool:
     """Whether the stage has activation checkpointing."""
-    return any(isinstance(layer, _Recomputed) for layer in stage.body.layers.values())
+    return any(isinstance(layer, _Recomputed) for layer in stage.layers.values())

@@ -58,7 +58,7 @@ def split_stage(stage: PipelineStage, mesh: Any) -> TensorSplit:
     here = Replicate()
     whole = PrepareModuleInput(input_layouts=(here,), desired_input_layouts=(here,), use_local_output=True)
     by_outputs, by_inputs = stage.family.names("out"), stage.family.names("in")
-    for layer in stage.body.layers.values():
+    for layer in stage.layers.values():
         styles: dict[str, Any] = {}
         for name, module in layer.named_modules():
             leaf = name.rpartition(".")[2]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import ScratchModel
 from dovetail.models import HuggingFaceWriter, ModelError, PipelineStage, build_stage, load_config
-from dovetail.models.derive import usual_config
+from dovetail.models.derive import told_fields, usual_config
 from dovetail.models.source import in_files
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.weights import layer_range
@@ -28,7 +28,7 @@ def test_every_family_has_the_defaults_of_transformers() -> None:
     assert FAMILIES.keys() <= MODEL_FAMILIES.keys()
     for name, family in MODEL_FAMILIES.items():
         # Some say in a list only which layers have no experts, or full attention.
-        config = {"first_k_dense_replace": 1, "full_attention_interval": 4} | usual_config(name).to_dict()
+        config = {"first_k_dense_replace": 1, "full_attention_interval": 4} | told_fields(usual_config(name))
         assert {key: config[key] for key in family.defaults} == family.defaults, name
         assert hasattr(transformers, family.causal_lm)
 

@@ -24,7 +24,7 @@ from dovetail.gpus.kernels import serving_dtype, show
 from dovetail.manifest.accelerators import SLEEP
 from dovetail.manifest.checks.scratch import cpu_head_error, head_size
 from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.manifest.model_families.support import replay_error, served_problem
+from dovetail.manifest.model_families.support import replay_error, served_problem, text_part
 from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.sizes import relays_weights
 from dovetail.manifest.training_types import AUTO_LAG
@@ -149,7 +149,7 @@ def wait_for_config(
         try:
             config = json.loads(path.read_text())
             if isinstance(config, dict):
-                return config
+                return dict(text_part(config))
         except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
             pass
         if clock() >= end:
@@ -306,10 +306,13 @@ def kv_token_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
 
 def kv_setup(env: ProcessEnv, config: Mapping[str, Any], on_cpu: bool, dtype: str, ranks: int) -> KVSetup | None:
     """The KV transfer of this server with `ranks` tensor-parallel ranks. It is None for models with several kinds of
-    layers, because vLLM lays out their caches by kind only without such a connector. It is also None for models with
+    layers, because vLLM lays out their caches by kind only without such a connector, and for models of which
+    transformers' body computes a stage. It is also None for models with
     windows, because vLLM frees the blocks behind a window, and moves of the rest are not tested."""
     family = MODEL_FAMILIES.get(str(config.get("model_type")))
-    if len(set(config.get("layer_types") or ())) > 1 or (family is not None and family.windowed(config)):
+    if len(set(config.get("layer_types") or ())) > 1 or (
+        family is not None and (family.kinds or family.windowed(config))
+    ):
         return None
     item_bytes = 4 if dtype == "float32" else 2
     return prepare(env.host, on_cpu, ranks, f"{dtype} x {ranks}", kv_token_bytes(config, item_bytes))

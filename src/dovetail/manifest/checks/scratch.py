@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.model_families.support import text_part
 from dovetail.manifest.types import ScratchModel
 
 # The head dimensions that vLLM's attention on CPUs supports.
@@ -30,14 +31,14 @@ SIZES = (
 
 def architecture_layers(model: ScratchModel) -> int | None:
     """The number of layers. None if the configuration's value is not a number."""
-    defaults = MODEL_FAMILIES[model.architecture].defaults
-    layers = model.config.get("num_hidden_layers", defaults["num_hidden_layers"])
+    told = text_part({"model_type": model.architecture, **model.config})
+    layers = told.get("num_hidden_layers", MODEL_FAMILIES[model.architecture].defaults["num_hidden_layers"])
     return layers if is_count(layers) else None
 
 
 def head_size(config: Mapping[str, Any]) -> int | None:
     """The dimensions of one attention head in a Hugging Face configuration. None if the configuration does not say."""
-    family = MODEL_FAMILIES.get(str(config.get("model_type")))
+    family, config = MODEL_FAMILIES.get(str(config.get("model_type"))), text_part(config)
     if size := config.get("head_dim") or (family.head_dim if family is not None else None):
         return int(size)
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
@@ -47,7 +48,7 @@ def head_size(config: Mapping[str, Any]) -> int | None:
 def needs_gpus(config: Mapping[str, Any]) -> bool:
     """Whether a Hugging Face configuration is of a model that vLLM does not compute on CPUs."""
     family = MODEL_FAMILIES.get(str(config.get("model_type")))
-    return family is not None and (family.latent or bool(family.vectors))
+    return family is not None and (family.latent or family.recurrent)
 
 
 def cpu_head_error(config: Mapping[str, Any]) -> str | None:

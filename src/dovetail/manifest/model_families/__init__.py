@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dovetail.manifest.model_families.family import Experts, LinearPart, ModelFamily
+from dovetail.manifest.model_families.family import Experts, Kind, LinearPart, ModelFamily
 
-__all__ = ["MADE", "MODEL_FAMILIES", "TABLE", "Experts", "LinearPart", "ModelFamily"]
+__all__ = ["MADE", "MODEL_FAMILIES", "TABLE", "Experts", "Kind", "LinearPart", "ModelFamily"]
 
 TABLE = Path(__file__).with_name("families.json")
 
@@ -25,8 +25,11 @@ def _family(row: Mapping[str, Any]) -> ModelFamily:
         lists = {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
         matrices = {"matrices": _tuples(told["matrices"])} if "matrices" in told else {}
         experts = Experts(**{**told, **lists, **matrices})
-    kept = {name: _tuples(row[name]) for name in ("kept", "kept_dense", "kept_linear") if name in row}
-    return ModelFamily(**{**row, **sequences, **kept, "linears": linears, "experts": experts})
+    kinds = tuple(
+        Kind(**{**kind, "at": tuple(kind["at"]), "kept": tuple(kind["kept"])}) for kind in row.get("kinds", ())
+    )
+    kept = {n: _tuples(row[n]) for n in ("kept", "kept_dense", "kept_linear", "matrices") if n in row}
+    return ModelFamily(**{**row, **sequences, **kept, "linears": linears, "experts": experts, "kinds": kinds})
 
 
 def _tuples(lists: Mapping[str, list[Any]]) -> dict[str, tuple[Any, ...]]:

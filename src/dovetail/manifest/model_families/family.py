@@ -82,7 +82,15 @@ LLAMA_KEPT = {
 
 def width_of(text: Width, config: Mapping[str, Any]) -> int:
     """A width that is a sum of products of fields in config.json. Raises KeyError or TypeError for a missing field."""
-    return sum(math.prod(int(config[name]) for name in product.split("*")) for product in text.split("+"))
+    return sum(
+        math.prod(int(name) if name.isdigit() else int(config[name]) for name in product.split("*"))
+        for product in text.split("+")
+    )
+
+
+def fields_of(width: Width) -> set[str]:
+    """The fields that a sum of products names."""
+    return {name for product in width.split("+") for name in product.split("*") if not name.isdigit()}
 
 
 def saved_as(renamed: Mapping[str, str], name: str) -> str:
@@ -92,13 +100,43 @@ def saved_as(renamed: Mapping[str, str], name: str) -> str:
     return name
 
 
+def layers_at(config: Mapping[str, Any], pattern: tuple[str, ...]) -> list[str]:
+    """For each layer its entries in the fields `pattern`, joined by commas. A field that is a number says that of so
+    many first layers. [] if one is missing."""
+    told = [config.get(name) for name in pattern]
+    count = next((len(each) for each in told if isinstance(each, list)), config.get("num_hidden_layers"))
+    lists = [[number < each for number in range(count or 0)] if isinstance(each, int) else each for each in told]
+    if not lists or not all(lists):
+        return []
+    return [",".join(map(str, each)) for each in zip(*lists, strict=False)]  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of layer whose parts only transformers knows. The planner counts it by sums of products of fields.
+
+    `at` are the entries of a layer of this kind in `ModelFamily.pattern`, joined by commas. `share` is its share of the
+    published layers. `parameters` are all weights, `multiplied` those with which a token is multiplied, and `through`
+    the widths of all linear layers that a token passes. Autograd keeps the two factors `kept` of them (`KEPT`).
+    `attends` says that it has keys and values."""
+
+    at: tuple[str, ...]
+    share: float
+    parameters: Width
+    multiplied: Width
+    through: Width
+    kept: tuple[float, float] = (0.0, 0.0)
+    attends: bool = True
+
+
 @dataclass(frozen=True)
 class ModelFamily:
     """One family. The defaults of the fields below are those of Llama.
 
     `name` is `model_type` in config.json. The names of transformers' classes begin with `classes`, and that of the
-    class with a value head with `classifier_classes` if it differs. `defaults` has the values that transformers uses if
-    a configuration leaves a size out. `linears` has the linear layers of a decoder layer, in order.
+    class with a value head with `classifier_classes` if it differs. `lm_class` is the language model's if it differs.
+    `defaults` has the values that transformers uses if a configuration leaves a size out. `linears` has the linear
+    layers of a decoder layer, in order.
 
     These are names of fields in config.json: `inner_field` is the MLP's inner width. `embedding_field` is the width of
     the token embedding, if it may differ from the hidden width. `softcap` is the bound of logits. `embedding_factor`
@@ -134,6 +172,14 @@ class ModelFamily:
     layers share them. `kept_dense` says it of a layer without experts beside layers with experts, and `kept_linear` of
     a layer with linear attention.
 
+    `forward` says what computes a stage: "layers", its layers with the positions and factors that are described here;
+    "body", transformers' own forward pass of the body, in which layers of other stages do nothing; or "own", the same
+    with the body's own attention, whose masks it makes itself. For the last two, `layers` is the name of the list of
+    layers, `tuples` is the length of the tuple that a layer returns, if it returns one, and `kinds` has the kinds of
+    layers. `pattern` has the fields that say which layer is of which kind. `keys` is the number of numbers of a layer's
+    KV cache, if it is not that of all key heads. `matrices` are those of its experts (`Experts`). `aliases` are names
+    of this family's fields, by transformers' usual ones.
+
     `rotary_fields` has the fields of `rope_parameters` by the names that only this family has in Transformers 4.
     `served` are fields that vLLM's class needs and transformers' class does not have. Published models have them."""
 
@@ -147,6 +193,7 @@ class ModelFamily:
     grouped: bool = True
     head_dim: int | None = None
     classifier_classes: str | None = None
+    lm_class: str | None = None
     body: str = "model"
     entry: tuple[str, ...] = ()
     exits: tuple[str, ...] = ("norm",)
@@ -172,13 +219,21 @@ class ModelFamily:
     kept: Mapping[str, tuple[int, int]] = field(default_factory=lambda: LLAMA_KEPT)
     kept_dense: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     kept_linear: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    forward: Literal["layers", "body", "own"] = "layers"
+    layers: str = "layers"
+    tuples: int = 0
+    kinds: tuple[Kind, ...] = ()
+    pattern: tuple[str, ...] = ()
+    keys: Width = ""
+    matrices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     rotary_fields: Mapping[str, str] = field(default_factory=dict)
     served: tuple[str, ...] = ()
 
     @property
     def causal_lm(self) -> str:
         """transformers' class of the language model."""
-        return f"{self.classes}ForCausalLM"
+        return self.lm_class or f"{self.classes}ForCausalLM"
 
     @property
     def classifier(self) -> str:
@@ -186,9 +241,14 @@ class ModelFamily:
         return f"{self.classifier_classes or self.classes}ForSequenceClassification"
 
     @property
+    def stacked(self) -> Mapping[str, tuple[str, ...]]:
+        """The names of one expert's matrices in files, by the name of the parameter that holds them for all experts."""
+        return self.matrices if self.experts is None else self.experts.matrices
+
+    @property
     def splits(self) -> bool:
         """Whether tensor-parallel ranks can share its layers. They cannot share fused layers or experts."""
-        return self.experts is None and all(part.split is not None for part in self.linears)
+        return self.experts is None and not self.kinds and all(part.split is not None for part in self.linears)
 
     @property
     def softmax_routers(self) -> bool:
@@ -218,16 +278,34 @@ class ModelFamily:
     def sums(self) -> frozenset[Width]:
         """The widths of its layers that are sums of products of fields of config.json."""
         used = {w for part in self.linears for w in (part.inputs, part.outputs)}
-        used |= {*self.head_norms.values(), *self.vectors.values(), *self.kept_linear}
-        return frozenset(used - {*WIDTHS, *KEPT})
+        used |= {*self.head_norms.values(), *self.vectors.values(), *self.kept_linear, self.keys}
+        used |= {width for kind in self.kinds for width in (kind.parameters, kind.multiplied, kind.through)}
+        return frozenset(used - {*WIDTHS, *KEPT, ""})
 
     @property
     def latent(self) -> bool:
         """Whether keys and values are made of a latent state, which the KV cache holds (DeepSeek-V2's attention)."""
         return "kv_lora_rank+qk_rope_head_dim" in self.sums
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers keep a state and no keys."""
+        return bool(self.vectors) or not all(kind.attends for kind in self.kinds)
+
+    def shares(self, config: Mapping[str, Any]) -> tuple[float, ...]:
+        """The share of the layers that are of each of `kinds`. A `config.json` that leaves the pattern out has the
+        published one."""
+        at = layers_at(config, self.pattern)
+        if not at:
+            return tuple(kind.share for kind in self.kinds)
+        return tuple(sum(each in kind.at for each in at) / len(at) for kind in self.kinds)
+
     def linear_layers(self, config: Mapping[str, Any]) -> int:
         """The number of layers of a `config.json` that have linear attention, which keeps a state and no keys."""
+        if self.kinds:
+            layers = int(config.get("num_hidden_layers", self.defaults["num_hidden_layers"]))
+            held = zip(self.kinds, self.shares(config), strict=True)
+            return round(layers * sum(share for kind, share in held if not kind.attends))
         if not self.vectors:
             return 0
         if (kinds := config.get("layer_types")) is not None:

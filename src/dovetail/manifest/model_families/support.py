@@ -26,7 +26,10 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     Otherwise `config` itself."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
-        return config
+        family = MODEL_FAMILIES.get(str(config.get("model_type")))
+        aliases = {} if family is None else family.aliases
+        usual = {name: config[own] for name, own in aliases.items() if own in config}
+        return {**config, **usual} if usual else config
     kind = str(inner.get("model_type"))
     if kind not in MODEL_FAMILIES and kind not in REFUSED:
         return config
@@ -51,17 +54,21 @@ def problem(config: Mapping[str, Any]) -> str | None:
         return "quantised weights cannot be trained; use the model's original weights"
     if (rope := next((r for r in _rope_types(config) if r in _ROPES), None)) is not None:
         return f"rope type {rope!r} is not supported; use default, linear, yarn or llama3"
-    if family.windows == "never" and _has_windows(config):
+    if not family.kinds and family.windows == "never" and _has_windows(config):
         return (
             "sliding-window attention is not supported in this family; remove sliding_window and use_sliding_window "
             "from config.json"
         )
     kinds = _KINDS | {"linear_attention"} if family.vectors else _KINDS
-    if other := sorted({_OLD_NAMES.get(kind, kind) for kind in config.get("layer_types") or ()} - kinds):
+    if not family.kinds and (
+        other := sorted({_OLD_NAMES.get(kind, kind) for kind in config.get("layer_types") or ()} - kinds)
+    ):
         return f"layers of type {other[0]!r} are not supported; use a model with {' and '.join(sorted(kinds))} only"
-    if config.get("use_bidirectional_attention"):
+    if config.get("use_bidirectional_attention") in (True, "all"):  # Gemma 4's "vision" is for images
         return "attention to later tokens is not supported; set use_bidirectional_attention to false in config.json"
-    if family.experts is None and config.get("num_local_experts"):
+    if config.get("hidden_size_per_layer_input"):  # Gemma 4 E2B and E4B
+        return "embeddings of each layer are not supported; use a model with hidden_size_per_layer_input 0"
+    if family.experts is None and not family.kinds and config.get("num_local_experts"):
         return "experts are not supported in this family; use a model with num_local_experts 0"
     if family.experts is not None:
         plain: dict[str, Any] = {"expert_selection_fn": "softmax", "moe_layer_interval": 1}
@@ -110,6 +117,8 @@ def served_problem(config: Mapping[str, Any], vllm_args: Sequence[str]) -> str |
 
 def target_problem(targets: Collection[str], family: ModelFamily) -> str | None:
     """The reason why adapters cannot be put on the layers of these names, without a full stop. None if they can."""
+    if family.kinds:
+        return f"the planner does not count adapters of {family.name} models; remove lora"
     names = [part.name for part in family.linears]
     unknown = sorted(set(targets) - set(names))
     return f"no layer is called {unknown[0]!r}; {family.name} models have {', '.join(names)}" if unknown else None

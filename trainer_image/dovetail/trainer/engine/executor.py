@@ -115,7 +115,7 @@ class Pipe:
         if not is_sharded(self.stage):
             return 0
         shards = int(self.groups.mesh["dp"].size())
-        layers = self.stage.body.layers
+        layers = self.stage.layers
         kept = [] if self.by_layer else self.stage.chunk_layers[chunk]
         mine = [p for number in kept for p in layers[str(number)].parameters()]
         if chunk == 0:

@@ -30,14 +30,14 @@ def inject(stage: PipelineStage, config: LoRA) -> None:
         target_modules=targets(stage, config),
         bias="none",
     )
-    inject_adapter_in_model(adapter, stage.body.layers, adapter_name=_ADAPTER, low_cpu_mem_usage=True)
+    inject_adapter_in_model(adapter, stage.layers, adapter_name=_ADAPTER, low_cpu_mem_usage=True)
     for name, parameter in stage.named_parameters():
         parameter.requires_grad_(".lora_" in name or name.startswith(f"{VALUE_HEAD}."))
 
 
 def targets(stage: PipelineStage, config: LoRA) -> list[str]:
     """The names of the linear layers that get adapters. Raises `ModelError` if no layer has a given name."""
-    modules = stage.body.layers.named_modules()
+    modules = stage.layers.named_modules()
     # The base layer of an adapter is called base_layer, and its parts are in lora_A and lora_B.
     found = {n.partition(".lora_")[0].removesuffix(".base_layer") for n, m in modules if isinstance(m, nn.Linear)}
     linear = sorted({name.rpartition(".")[2] for name in found})

@@ -63,7 +63,7 @@ def shard(
     policy = MixedPrecisionPolicy(param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": groups.mesh["dp"], "reshard_after_forward": False, "mp_policy": policy}
     options["ignored_params"] = {stage.get_parameter(name) for name in stage.constants}  # float32 in each pass
-    for layer in stage.body.layers.values():
+    for layer in stage.layers.values():
         fully_shard(layer, **options | {"reshard_after_forward": by_layer})
     fully_shard(stage, **options)
     for module in _sharded(stage):

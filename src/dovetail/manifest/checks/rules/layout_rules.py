@@ -17,6 +17,7 @@ from dovetail.manifest.checks.scratch import (
     needs_gpus,
     unsupported_heads,
 )
+from dovetail.manifest.model_families.support import text_part
 from dovetail.manifest.sizes import draws_on_cpus, trained_models, trainer_world, world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 
@@ -175,7 +176,7 @@ def _actor_config(spec: RLHFJobSpec) -> Mapping[str, Any]:
     source = spec.models.actor.source
     if source is None or source.scratch is None:
         return {}
-    return {"model_type": source.scratch.architecture, **source.scratch.config}
+    return text_part({"model_type": source.scratch.architecture, **source.scratch.config})
 
 
 def _heads_fit(spec: RLHFJobSpec) -> bool:
