@@ -81,11 +81,10 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
         ("ministral", "persimmon", "nanochat", "bitnet"),
         (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2}),
     ),
-    "helium": (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16}),
+    "helium": (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 32}),
     "mellum": (2, {**SIZES, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}),
-    **dict.fromkeys(("solar_open", "dots1"), (2, {**SIZES, **SHARED})),
-    # A learnt activation.
-    "apertus": (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2}),
+    "dots1": (2, {**SIZES, **SHARED, "sliding_window": None}),
+    "solar_open": (2, {**SIZES, **SHARED, "first_k_dense_replace": 0}),
     # Each layer has rotary positions of its own or none.
     "granite_swa": (
         2,
@@ -153,6 +152,24 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
             "residual_multiplier": 0.5,
             "logits_scaling": 2.0,
         },
+    ),
+    # Types of which transformers' own pass computes a stage: other names of fields, learnt positions; heads of two
+    # widths and windows; experts as transformers has them.
+    "gpt2": (2, {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128, "initializer_range": 0.1}),
+    "gemma4_text": (
+        2,
+        {
+            **WINDOW,
+            "global_head_dim": 64,
+            "hidden_size_per_layer_input": 0,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "falcon": (2, PLAIN),
+    # Transformers' masks; vLLM wants chunks of at least a block of its cache.
+    "llama4_text": (
+        2,
+        {**SIZES, "intermediate_size_mlp": 96, "num_local_experts": 4, "attention_chunk_size": 128, "pad_token_id": 0},
     ),
     "opt": (2, {**LEARNT, "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.1, "tie_word_embeddings": True}),
 }

@@ -226,9 +226,9 @@ def begin_reload(model: Any) -> None:
         materialize_layer(module, get_layerwise_info(module))
 
 
-def loaded_parameters(model: Any) -> set[str]:
-    """The names of the parameters that come from files. Layers of latent attention keep products of others beside
-    them, which vLLM computes anew after each load."""
+def loaded_parameters(model: Any) -> list[set[str]]:
+    """The names of each parameter that comes from files. Wrapped experts have their router under a second name. Layers
+    of latent attention keep products of others beside them, which vLLM computes anew after each load."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     computed = {
@@ -237,7 +237,10 @@ def loaded_parameters(model: Any) -> set[str]:
         if is_deferred_attention_layer(module)
         for name in module._parameters
     }
-    return {name for name, _ in model.named_parameters()} - computed
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return [found for found in names.values() if not found & computed]
 
 
 def finish_reload(model: Any, model_config: Any) -> None:

@@ -99,7 +99,8 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         finally:
             arriving.close()  # type: ignore[attr-defined]
         # Models that don't report what they loaded can't be checked.
-        if loaded and self.model_config.quantization is None and (missing := self._parameters - set(loaded)):
+        missing = [min(names) for names in self._parameters if loaded and not names & set(loaded)]
+        if missing and self.model_config.quantization is None:
             raise TransferError(
                 f"weights {receive.offer.version} lack {len(missing)} parameters of the model, such as {min(missing)}"
             )

@@ -80,6 +80,14 @@ def test_views_are_told_from_what_they_are_views_of() -> None:
     assert trainer.viewed(whole) is whole
 
 
+@pytest.mark.slow
+def test_a_parameter_of_two_names_is_loaded_under_either() -> None:
+    model = torch.nn.Module()
+    model.router, model.experts = torch.nn.Linear(2, 2, bias=False), torch.nn.Module()
+    model.experts.gate = model.router
+    assert rollout.loaded_parameters(model) == [{"router.weight", "experts.gate.weight"}]
+
+
 def test_the_collective_that_a_rank_waits_in() -> None:
     store, timeout = dist.HashStore(), timedelta(seconds=PATIENCE)
     with ThreadPoolExecutor(2) as threads:
