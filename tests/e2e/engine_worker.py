@@ -67,8 +67,10 @@ def load_command(checkpoint: str | None = None, actor: ModelRef | None = None, z
     return Load(id="load", stage="ppo", models=models, total_steps=10, checkpoint=checkpoint, zero3=gathered)
 
 
-def form(rank: int, world: int, port: int, pp: int, dp: int, timeout: float = 900.0, tp: int = 1) -> Groups:
-    layout = Parallelism(pp=pp, dp=dp, tp=tp)
+def form(
+    rank: int, world: int, port: int, pp: int, dp: int, *, timeout: float = 900.0, tp: int = 1, cp: int = 1
+) -> Groups:
+    layout = Parallelism(pp=pp, dp=dp, tp=tp, cp=cp)
     return Groups.form("127.0.0.1", port, rank, world, {"actor": layout, "critic": layout}, timeout)
 
 

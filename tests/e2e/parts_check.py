@@ -18,7 +18,7 @@ def parts_agree(engine: Engine) -> bool:
         layout = senders(held, 16)
         assert layout is not None
         mine = list(parts(held))
-        rank = held.dp_rank * layout.tp + held.groups.tp_rank
+        rank = held.groups.dp_rank * layout.tp + held.groups.tp_rank
         if [part.name for part in mine] != list(whole):
             return False
         for part in mine:

@@ -165,6 +165,25 @@ def test_grpo_on_a_reward_function_with_another_family(tmp_path: Path) -> None:
     assert early, "answered while other samples were still generated"
 
 
+@pytest.mark.nightly
+def test_ranks_that_share_the_tokens_of_each_sequence(tmp_path: Path) -> None:
+    """All stages with cp 2: preferences, values of last tokens, advantages. Then as many ranks that share the batch."""
+    means = []
+    for cp in (2, 1):
+        job = tiny_job(
+            ppo={"iterations": 2},
+            plan={"parallelism": {"actor": {"dp": 2, "cp": cp}}},
+            **SMALLER,
+        )
+        assert check(job.spec) == []
+        outcome, _ = run_job(job, tmp_path / str(cp))
+        assert outcome.succeeded, outcome.reason
+        assert sorted(history(tmp_path / str(cp), "ppo")) == [1, 2]
+        means.append({stage: history(tmp_path / str(cp), stage)[1] for stage in ("sft", "reward", "ppo")})
+    for stage, name in (("sft", "loss"), ("reward", "loss"), ("ppo", "policy_loss"), ("ppo", "value_loss")):
+        assert means[0][stage][name] == pytest.approx(means[1][stage][name], rel=1e-3, abs=1e-5)
+
+
 def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     """The Python API with one's own prompts and their fields, reward, advantages and evaluations."""
     calls: list[int] = []

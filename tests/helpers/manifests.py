@@ -582,6 +582,18 @@ RULES = [
         "spec.groups[1].dtype is bfloat16, which Tesla-V100-SXM2-32GB does not have",
     ),
     (
+        {"plan.parallelism": {"actor": {"dp": 2, "cp": 4}}},
+        "spec.plan.parallelism.actor.cp is 4, which does not divide its 2 data-parallel ranks",
+    ),
+    (
+        {"plan.parallelism": {"actor": {"dp": 4, "cp": 4}, "critic": {"pp": 2, "dp": 2}}, "groups.0.replicas": 4},
+        "spec.plan.parallelism.actor.cp is 4, which does not divide its 2 data-parallel ranks (those of one pipeline",
+    ),
+    (
+        {"plan.parallelism": {"actor": {"dp": 2}, "critic": {"dp": 2, "cp": 3}}},
+        "spec.plan.parallelism.critic.cp is 3, which does not divide its 2 data-parallel ranks",
+    ),
+    (
         {"plan.parallelism": {"actor": {"pp": 3}}},
         "spec.plan.parallelism.actor: pp 3 x tp 1 x dp 1 is 3 ranks, but the trainer groups have 2; make the product",
     ),

@@ -175,6 +175,11 @@ class ModelShape:
             None if odd is None else f"which does not divide its {odd}, {sizes[odd]} of the {model}; use a tp that does"
         )
 
+    def share_problem(self, cp: int, tp: int = 1) -> str | None:
+        """Why `cp` context-parallel ranks cannot share the tokens of a pass (`ModelFamily.undivided`). None if they
+        can."""
+        return MODEL_FAMILIES[self.family].undivided(cp, self.heads // tp, self.kv_heads // tp)
+
     # ------------------------------------------------------------ parameters
 
     @lru_cache(maxsize=4096)  # noqa: B019  the search of a placement asks for it a hundred thousand times

@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from dovetail.manifest.base import (
     BUCKET_PATTERN,
@@ -558,6 +558,22 @@ class Parallelism(Model):
     pp: Degree = Field(default=1, description="Pipeline stages.")
     tp: Degree = Field(default=1, description="Ranks that share each layer (tensor parallel).")
     dp: Degree = Field(default=1, description="Ranks, or groups of them, that share the batch (data parallel).")
+    cp: Degree = Field(
+        default=1,
+        description="Of the dp ranks, so many that follow each other share the tokens of each sequence, for long ones "
+        "(context parallel, DeepSpeed-Ulysses). dp / cp groups of them share the batch.",
+    )
+
+    @property
+    def batch_shares(self) -> int:
+        """The number of parts into which a batch is divided."""
+        return max(1, self.dp // self.cp)  # a rule refuses a larger cp
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out fields that earlier releases do not know if they are not set, so that these can read the layout."""
+        written: dict[str, Any] = write(self)
+        return {name: value for name, value in written.items() if (name, value) not in (("cp", 1), ("loop", False))}
 
 
 class ParallelismByModel(Model):

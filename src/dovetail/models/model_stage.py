@@ -21,6 +21,7 @@ from dovetail.models.config import ModelError, is_tied, without_dropout
 from dovetail.models.layers.expert_routing import replays
 from dovetail.models.layers.packing import LayerCalls, Packing, Past
 from dovetail.models.layers.predictions import Predicted, Predictions, Vocabulary, predict
+from dovetail.models.layers.token_ranks import ALONE, TokenRanks
 from dovetail.protocol.plan import stages_at
 from dovetail.protocol.weights import LayoutError, layer_range
 
@@ -58,6 +59,9 @@ class PipelineStage(nn.Module):
     last. A rank that holds both ends of the model has both halves of a tied pair, so that the order of the two stages'
     passes changes no bit of their sum.
 
+    If context-parallel ranks share the tokens of a pass (`share_tokens`), inputs, outputs, `wanted` and `routing` are
+    those of this rank's tokens, and `lengths` those of all.
+
     Dropout is off. Training and evaluation mode differ only in the adapters' dropout."""
 
     def __init__(
@@ -70,6 +74,7 @@ class PipelineStage(nn.Module):
         self.head: Head = head
         lm, value = head != "value", head != "lm"
         self.pp_rank, self.pp_size = pp_rank, pp_size
+        self.ranks = ALONE
         self._last_stage = chunks * pp_size - 1
         # The stages that this rank holds, in their order.
         self.stages = stages_at(pp_rank, pp_size, chunks, loop)
@@ -146,6 +151,15 @@ class PipelineStage(nn.Module):
         for name, parameter in self.named_parameters():
             if name not in self.constants:
                 parameter.data = parameter.data.to(dtype)
+
+    def share_tokens(self, ranks: TokenRanks, tp: int = 1) -> None:
+        """Compute the tokens of this one of `ranks`, on one of `tp` tensor-parallel ranks. Raises `ModelError` if the
+        model's layers or heads do not allow it."""
+        heads = int(self.config.num_attention_heads)
+        key_heads = int(getattr(self.config, "num_key_value_heads", None) or heads)
+        if (why := self.family.undivided(ranks.size, heads // tp, key_heads // tp)) is not None:
+            raise ModelError(f"cp is {ranks.size}, {why}")
+        self.ranks = ranks
 
     @property
     def body(self) -> Any:
@@ -276,7 +290,7 @@ class PipelineStage(nn.Module):
             positions = torch.arange(longest, device=device).unsqueeze(0)
             layout = LayerCalls([positions], {})
         else:
-            packing = Packing(lengths, prefixes, device, pasts)
+            packing = Packing(lengths, prefixes, device, pasts, self.ranks)
             longest, positions = packing.longest, packing.positions.unsqueeze(0)
             layout = packing.packed() if self.family.packs else packing.rows(self._together)
         if self.family.forward != "layers":

@@ -53,16 +53,12 @@ class Layout(Parallelism):
     chunks: int = Field(default=1, ge=1, description="Stages of the model on each of its ranks.")
     loop: bool = Field(default=False, description="Each chunk's stages run from the first rank to the last.")
 
-    @model_serializer(mode="wrap")
-    def _without_loop(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `loop` if it is not set, so that earlier releases, which do not know it, can read the layout."""
-        written: dict[str, Any] = write(self)
-        return written if self.loop else {name: value for name, value in written.items() if name != "loop"}
-
     @model_validator(mode="after")
     def _divisible(self) -> Self:
         if self.dp % self.pipelines:
             raise ValueError(f"dp {self.dp} is not a multiple of the {self.pipelines} pipelines")
+        if self.dp // self.pipelines % self.cp:
+            raise ValueError(f"cp {self.cp} does not divide the {self.dp // self.pipelines} dp ranks of a pipeline")
         return self
 
 
@@ -306,7 +302,7 @@ def same_batches(layouts: Mapping[str, Parallelism], division: Mapping[str, Layo
 def _part(whole: Parallelism, ranks: int, micro_batches: int) -> Layout | None:
     """The layout of a model on `ranks` tensor-parallel groups of its own. It keeps the dp of `whole` if it can;
     otherwise it has as few stages as possible."""
-    stages = range(1, min(whole.pp, ranks) + 1)
-    found = [(pp, ranks // pp) for pp in stages if ranks % pp == 0 and micro_batches % (ranks // pp) == 0]
+    cp, stages = whole.cp, range(1, min(whole.pp, ranks) + 1)
+    found = [(pp, ranks // pp) for pp in stages if ranks % (pp * cp) == 0 and micro_batches % (ranks // pp // cp) == 0]
     best = min(found, key=lambda each: each[1] != whole.dp, default=None)
-    return None if best is None else Layout(pp=best[0], dp=best[1], tp=whole.tp)
+    return None if best is None else Layout(pp=best[0], dp=best[1], tp=whole.tp, cp=cp)

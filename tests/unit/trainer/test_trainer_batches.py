@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.manifest.training_types import PPO
+from dovetail.models.layers.token_ranks import TokenRanks
 from dovetail.protocol.wire import unpack
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.packed_batches import Sequences, mini_batches, read, shifted, split, split_padded, unpacked
@@ -57,6 +58,27 @@ def test_packing_drops_the_padding_alone(data: st.DataObject, lengths: list[int]
         assert int(packed.tokens[0, place]) in ends or target == int(packed.tokens[0, place + 1])
     values = packed.tokens[0, packed.wanted].float()
     assert torch.equal(unpacked(values, marked[rows]), torch.where(marked[rows], tokens[rows], 0).float())
+
+
+@given(data=st.data(), size=st.integers(1, 5))
+def test_ranks_that_share_tokens_have_each_wanted_one_once(data: st.DataObject, size: int) -> None:
+    lengths = torch.tensor(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    sequences = Sequences(torch.arange(4 * len(lengths)).view(-1, 4), lengths)
+    marked = torch.rand(len(lengths), 4, generator=torch.Generator().manual_seed(int(lengths.sum()))) < 0.5
+    packed = sequences.pack(range(len(lengths)), marked & (torch.arange(4) < lengths.unsqueeze(1)))
+    whole, ranks = packed.filled(size), TokenRanks()
+    ranks.size = size
+    assert torch.equal(whole.tokens[:, : packed.total], packed.tokens)
+    assert (whole is packed) is (packed.total >= size)
+    parts = []
+    for ranks.rank in range(size):
+        own = ranks.own(whole.total)
+        part = whole.of(own)
+        assert part.tokens.numel() == own.stop - own.start > 0
+        assert torch.equal(part.wanted + own.start, packed.wanted[whole.asked(own)])
+        parts.append(part)
+    assert torch.equal(torch.cat([part.tokens for part in parts], 1), whole.tokens)
+    assert torch.equal(torch.cat([part.targets for part in parts]), packed.targets)
 
 
 def test_rows_that_do_not_divide_are_refused_with_the_reason() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -99,6 +99,39 @@ class Packed:
     wanted: Tensor
     targets: Tensor
     routing: Tensor | None = None
+
+    @property
+    def total(self) -> int:
+        """The number of tokens."""
+        return sum(self.lengths)
+
+    def filled(self, least: int) -> Packed:
+        """At least so many tokens: if they are fewer, a sequence of zeros follows, which nobody reads."""
+        lacking = least - self.total
+        if lacking <= 0:
+            return self
+        pad = torch.nn.functional.pad
+        routing = None if self.routing is None else pad(self.routing, (0, 0, 0, 0, 0, lacking), value=-1)
+        return replace(self, tokens=pad(self.tokens, (0, lacking)), lengths=(*self.lengths, lacking), routing=routing)
+
+    def asked(self, own: slice) -> slice:
+        """The places in `wanted` of the positions that the tokens `own` hold."""
+        first, last = torch.searchsorted(self.wanted, torch.tensor([own.start, own.stop])).tolist()
+        return slice(first, last)
+
+    def of(self, own: slice) -> Packed:
+        """What a rank computes that has the tokens `own` only. `lengths` are still those of all tokens, and `wanted`
+        are places among its own."""
+        if own == slice(0, self.total):
+            return self
+        asked = self.asked(own)
+        return Packed(
+            self.tokens[:, own],
+            self.lengths,
+            self.wanted[asked] - own.start,
+            self.targets[asked],
+            None if self.routing is None else self.routing[own],
+        )
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

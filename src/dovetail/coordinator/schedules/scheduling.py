@@ -342,7 +342,7 @@ class Scheduling:
         either = shared_layouts(self._plain, False)
         rule = next(rule for rule in batch_rules(spec) if rule.stage is self._stage)
         size = rule.batch // rule.micro
-        counts = {name: size // layout.dp for name, layout in either.items()}
+        counts = {name: size // layout.batch_shares for name, layout in either.items()}
         together = 1
         if len(either) > 1 and not spec.ppo.ptx_coef:
             together = mini_batches_together(spec.ppo.steps_per_iteration)

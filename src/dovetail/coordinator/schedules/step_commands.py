@@ -94,7 +94,7 @@ def schedule(
     1F1B of one model after another. `placed` has layouts that replace the plan's."""
     rules = {rule.model: rule for rule in batch_rules(spec) if rule.stage is stage}
     layouts = {name: (placed or {}).get(name) or plan.parallelism[name] for name in models}
-    counts = {name: rules[name].batch // (layout.dp * rules[name].micro) for name, layout in layouts.items()}
+    counts = {name: rules[name].batch // (layout.batch_shares * rules[name].micro) for name, layout in layouts.items()}
     split = not plan.recomputed(stage) and not plan.gathered_by_layer(stage)
     fields: dict[str, Any] = {"actions": serial_1f1b(layouts, counts, list(models), plan.world_size, split)}
     if (tokens := rules[models[0]].tokens) is not None:

@@ -76,7 +76,7 @@ def shared_layouts(
 
     Raises ValueError unless the models have the same ranks and the same tp."""
     if len(layouts) == 1:
-        return {name: Layout(pp=at.pp, dp=at.dp, tp=at.tp, chunks=chunks, loop=loop) for name, at in layouts.items()}
+        return {name: _placed(at, chunks, loop) for name, at in layouts.items()}
     actor, critic = layouts["actor"], layouts["critic"]
     if world_size(actor) != world_size(critic) or actor.tp != critic.tp:
         raise ValueError(
@@ -86,10 +86,14 @@ def shared_layouts(
     positions = math.lcm(actor.pp, critic.pp)
 
     def placed(layout: Parallelism, reverse: bool) -> Layout:
-        sizes = {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp}
-        return Layout(**sizes, pipelines=positions // layout.pp, reverse=reverse, chunks=chunks, loop=loop)
+        return _placed(layout, chunks, loop, positions // layout.pp, reverse)
 
     return {"actor": placed(actor, False), "critic": placed(critic, reverse)}
+
+
+def _placed(layout: Parallelism, chunks: int, loop: bool, pipelines: int = 1, reverse: bool = False) -> Layout:
+    sizes = {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp, "cp": layout.cp}
+    return Layout(**sizes, pipelines=pipelines, reverse=reverse, chunks=chunks, loop=loop)
 
 
 def mini_batches_together(optimizer_steps: int) -> int:
@@ -367,7 +371,7 @@ def choose_dedicated(
     micro-batches of a mini-batch on all ranks together. `whole` is that of `training_problem`."""
     found, reasons = [], ["there are too few ranks for either to have some alone"]
     for layouts in divisions:
-        counts = {name: micro_batches // layout.dp for name, layout in layouts.items()}
+        counts = {name: micro_batches // layout.batch_shares for name, layout in layouts.items()}
         try:
             problem = training_problem(layouts, counts, mini_batches, times, memory_limit=memory_limit, whole=whole)
             found.append((dedicated_schedule(problem), dict(layouts)))

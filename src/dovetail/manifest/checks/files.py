@@ -241,14 +241,16 @@ def _experts(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
 
 
 def _shared_layers(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
-    """Problems with pinned tensor-parallel degrees of models whose layers ranks cannot share."""
+    """Problems with pinned degrees of models whose layers, or the tokens of whose layers, ranks cannot share."""
     pinned = pinned_layouts(spec) or {}
     for name in ("actor", "critic"):
         kind = _family_name(spec, name, base)
-        if name not in pinned or kind not in MODEL_FAMILIES or MODEL_FAMILIES[kind].splits:
+        if name not in pinned or kind not in MODEL_FAMILIES:
             continue
         field, layout = pinned[name]
-        if layout.tp > 1:
+        if layout.cp > 1 and not MODEL_FAMILIES[kind].packs:
+            yield f"{field}.cp: layers of {kind} models need whole sequences; set it to 1."
+        if layout.tp > 1 and not MODEL_FAMILIES[kind].splits:
             yield f"{field}.tp: {layout.tp} ranks cannot share layers of {kind} models; set it to 1."
 
 

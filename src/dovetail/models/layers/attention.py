@@ -81,24 +81,40 @@ def attend(
     """Computes attention for a transformers layer. There is no dropout.
 
     `query` (1, heads, total, D), and `key` and `value` (1, key heads, total, D), hold the sequences that `packing`
-    describes. Without `packing` they are (B, heads, T, D), and every row is a sequence. Returns (1, total, heads, D) or
+    describes. If ranks share the tokens (`Packing.ranks`), they are all heads of this rank's tokens, and so is the
+    result. Without `packing` they are (B, heads, T, D), and every row is a sequence. Returns (1, total, heads, D) or
     (B, T, heads, D), as transformers wants it. transformers gives the names of the last three arguments: see
     `ScoreSettings`."""
     scores = ScoreSettings(scaling, sliding_window, softcap, s_aux)
     if packing is None:
         return _rows(module, query, key, value, attention_mask, scores), None
+    ranks = packing.ranks
+    if ranks.size == 1:
+        return _packed(module, query, key, value, packing, scores), None
+    if s_aux is not None:
+        scores = scores._replace(sinks=s_aux.chunk(ranks.size)[ranks.rank])
+    q, k, v = (ranks.to_heads(x, packing.total) for x in (query, key, value))
+    output = _packed(module, q, k, v, packing, scores)
+    return ranks.to_tokens(output.transpose(1, 2)).transpose(1, 2).contiguous(), None
+
+
+def _packed(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: ScoreSettings
+) -> Tensor:
+    """Does the work of `attend` for all tokens of packed sequences."""
     lengths = packing.lengths
     if packing.pasts is not None:
-        return _with_pasts(module, query, key, value, packing, scores), None
+        return _with_pasts(module, query, key, value, packing, scores)
     if packing.prefixes is None and len(set(lengths)) == 1:
         q, k, v = (x[0].unflatten(1, (len(lengths), -1)).transpose(0, 1) for x in (query, key, value))
-        return _rows(module, q, k, v, None, scores).flatten(0, 1).unsqueeze(0), None
-    if query.is_cuda and in_one_call(query.dtype, query.shape[-1]) and softcap is None and s_aux is None:
-        return flash(query, key, value, packing, scaling, sliding_window), None
+        return _rows(module, q, k, v, None, scores).flatten(0, 1).unsqueeze(0)
+    plain = scores.softcap is None and scores.sinks is None
+    if query.is_cuda and plain and in_one_call(query.dtype, query.shape[-1]):
+        return flash(query, key, value, packing, scores.scaling, scores.window)
     if query.is_cuda:
-        return by_blocks(query, key, value, packing, scores), None
+        return by_blocks(query, key, value, packing, scores)
     # On a CPU, sequences run one by one, or with others of their length. That is as fast as a padded block of them.
-    return _by_sequences(query, _joined(module, key, value, packing), packing, scores), None
+    return _by_sequences(query, _joined(module, key, value, packing), packing, scores)
 
 
 def _with_pasts(

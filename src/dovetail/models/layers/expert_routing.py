@@ -13,11 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from dovetail.manifest.model_families import Experts
-from dovetail.models.layers.packing import ROWS
+from dovetail.models.layers.packing import ROWS, Packing
 
 
 class _Layer(nn.Module):
@@ -28,11 +29,11 @@ class _Layer(nn.Module):
 
     def forward(self, hidden: Tensor, routing: Tensor | None = None, balance: float = 0.0, **others: Any) -> Any:
         router: Any = self.get_submodule(self.replays)
-        router.given, router.balance = routing, balance
+        router.given, router.balance, router.packing = routing, balance, others.get("packing")
         try:
             return super().forward(hidden, **others)
         finally:
-            router.given, router.balance = None, 0.0
+            router.given, router.balance, router.packing = None, 0.0, None
 
 
 class _Router(nn.Module):
@@ -41,6 +42,7 @@ class _Router(nn.Module):
 
     given: Tensor | None
     balance: float
+    packing: Packing | None
     over_chosen: bool
     # (2,): the number of given experts that the router would not have chosen itself, and the number of all given
     # experts.
@@ -52,7 +54,7 @@ class _Router(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, chosen = self._chosen(hidden)
         if self.balance and torch.is_grad_enabled():
-            loss = balance_loss(logits, chosen)
+            loss = balance_loss(logits, chosen, self.packing)
             found = loss.detach()
             self.unbalance = found if self.unbalance is None else self.unbalance + found
             self.passes += 1
@@ -94,13 +96,16 @@ class _With(torch.autograd.Function):
         return gradient, ctx.unit
 
 
-def balance_loss(logits: Tensor, chosen: Tensor) -> Tensor:
+def balance_loss(logits: Tensor, chosen: Tensor, packing: Packing | None = None) -> Tensor:
     """The load-balancing loss of one layer, a scalar in float32. `logits`: (tokens, experts). `chosen`: (tokens,
-    experts of a token) integers."""
+    experts of a token) integers. If ranks share the tokens of `packing`, it is this rank's part of the loss."""
     experts = logits.shape[1]
     # bincount would make the host wait for the device.
     counts = (chosen.reshape(-1, 1) == torch.arange(experts, device=chosen.device)).sum(0)
     mean = logits.softmax(-1, dtype=torch.float).mean(0)
+    if packing is not None and packing.ranks.size > 1:
+        dist.all_reduce(counts, group=packing.ranks.group)
+        return experts * (counts / packing.total * mean).sum() * (logits.shape[0] / packing.total)
     return experts * (counts / logits.shape[0] * mean).sum()
 
 
@@ -120,7 +125,7 @@ def replays(layer: nn.Module, experts: Experts) -> None:
     `balance` is the factor of the layer's load-balancing loss in the loss."""
     router: Any = layer.get_submodule(experts.router)
     router.given, router.counts, router.over_chosen = None, None, experts.over_chosen
-    router.balance, router.unbalance, router.passes = 0.0, None, 0
+    router.balance, router.packing, router.unbalance, router.passes = 0.0, None, None, 0
     layer.replays = experts.router  # type: ignore[assignment]
     _before(_Router, router)
     _before(_Layer, layer)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dovetail.models.layers.token_ranks import ALONE, TokenRanks
+
 # On CPUs a scorer's forward pass is padded to a multiple of this many tokens. So are the outputs that are read, and the
 # tokens of each expert. Then a float32 matrix product gives a row the same bits, whatever the number of rows and its
 # place among them. Attention runs sequence by sequence. So a sample's scores are the same to the last bit, whichever
@@ -91,7 +93,9 @@ class Packing:
     has one.
 
     `pasts[i]`: the KV cache that sequence i continues and adds to, or None. A cache that holds tokens replaces a
-    prefix. Without `pasts` no sequence has one."""
+    prefix. Without `pasts` no sequence has one.
+
+    `ranks` share the tokens. `positions` are then those of this rank's tokens."""
 
     # This is no dataclass, because FSDP2 copies dataclasses in every layer, without their cached properties.
     def __init__(
@@ -100,9 +104,10 @@ class Packing:
         prefixes: Sequence[int | None] | None,
         device: torch.device,
         pasts: Sequence[Past | None] | None = None,
+        ranks: TokenRanks = ALONE,
     ) -> None:
         """Raises ValueError for impossible prefixes."""
-        self.lengths = tuple(lengths)
+        self.lengths, self.ranks = tuple(lengths), ranks
         self.pasts = None if pasts is None or not any(pasts) else tuple(pasts)
         self.prefixes = None if prefixes is None else tuple(prefixes)
         self.device = device
@@ -124,6 +129,11 @@ class Packing:
         found = [0 if prefix is None else self.lengths[prefix] for prefix in prefixes]
         pasts = self.pasts or (None,) * len(self.lengths)
         return tuple(n if past is None else past.tokens or n for past, n in zip(pasts, found, strict=True))
+
+    @property
+    def total(self) -> int:
+        """The number of tokens of all sequences, and of all ranks."""
+        return sum(self.lengths)
 
     @property
     def longest(self) -> int:
@@ -152,9 +162,10 @@ class Packing:
 
     @cached_property
     def positions(self) -> Tensor:
-        """The position of each token in its sequence, prefix or cache included, (total,) int64."""
+        """The position of each of this rank's tokens in its sequence, prefix or cache included, (own,) int64."""
         sizes, offsets = torch.tensor(self.lengths), torch.tensor(self.before) - self._starts[:-1]
-        return self._moved(torch.arange(int(self._starts[-1])) + offsets.repeat_interleave(sizes))
+        whole = torch.arange(self.total) + offsets.repeat_interleave(sizes)
+        return self._moved(whole[self.ranks.own(self.total)])
 
     @cached_property
     def keys(self) -> tuple[Tensor, Tensor]:

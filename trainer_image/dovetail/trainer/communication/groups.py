@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
+from dovetail.models.layers.token_ranks import TokenRanks
 from dovetail.models.links.nccl import board_of
 from dovetail.models.links.rendezvous import find_stranger
 from dovetail.models.transfer import store_at, store_on
@@ -103,7 +104,8 @@ class ModelGroups:
     `edges` has one entry for each of the model's stages on this rank (`Layout.chunks`). `pp_rank` is the place in the
     pipeline. `mesh` has a dimension dp, over which a stage is sharded. Its last dimension is tp, under a name that no
     other mesh has. Where a layout has several pipelines side by side, `copies` joins the ranks with the same shard.
-    `replicas` joins all ranks of one stage (and tp rank). They hold the same weights if a stage is not sharded."""
+    `replicas` joins all ranks of one stage (and tp rank). They hold the same weights if a stage is not sharded.
+    `token_ranks` share the tokens of each pass, and are among those of dp."""
 
     name: str
     layout: Parallelism
@@ -120,6 +122,8 @@ class ModelGroups:
     everyone: dist.ProcessGroup  # all ranks that hold a part of the model; only for its gradient norm
     copies: dist.ProcessGroup | None
     replicas: dist.ProcessGroup
+    token_ranks: TokenRanks
+    cp_ranks: list[int]
     edges: list[Edges]
     tied: dist.ProcessGroup | None  # the first and the last stage
     staged: bool = False  # see `Groups`
@@ -130,6 +134,11 @@ class ModelGroups:
         names = self.mesh.mesh_dim_names
         assert names is not None
         return self.mesh[names[-1]]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this one of the ranks with the same micro-batches reports what all of them compute."""
+        return self.tp_rank == 0 and self.token_ranks.rank == 0
 
     @cached_property
     def beside(self) -> str:
@@ -292,6 +301,8 @@ class Groups:
             names = ("pp", "copies", "dp", tensor)
             grid = ranks.view(layout.pp, pipelines, shards, -1)
         crowded = is_crowded(layout)
+        by_tokens = ranks.view(layout.pp, -1, layout.cp, layout.tp)
+        sharing = self._groups_along(by_tokens, 2, crowded) if layout.cp > 1 else None
         along = [self._groups_along(grid, dim, crowded) for dim in range(grid.ndim)]
         replicas = along[1]
         if 1 < pipelines < layout.dp:
@@ -345,6 +356,8 @@ class Groups:
             everyone=everyone,
             copies=mesh.get_group("copies") if pipelines > 1 else None,
             replicas=replicas,
+            token_ranks=TokenRanks(sharing),
+            cp_ranks=by_tokens[pp, dp // layout.cp, :, tp].tolist(),
             edges=[edges[stage] for stage in own],
             tied=tied,
             staged=self.staged,
@@ -413,7 +426,7 @@ class Groups:
             for pool in self._streams:
                 pool.release(name)
             meshed = [model.mesh.get_group(dim) for dim in model.mesh.mesh_dim_names or ()]
-            groups = [model.everyone, *meshed, model.tied, model.replicas]
+            groups = [model.everyone, *meshed, model.tied, model.replicas, model.token_ranks.group]
             for group in {id(group): group for group in groups if group is not None}.values():
                 if dist.get_world_size(group) > 1:
                     if group is not model.pp_group:  # pp_group is only used on the current stream
@@ -619,7 +632,7 @@ def _same_places(a: Parallelism, b: Parallelism, world: int) -> bool:
         return [coordinates(rank, layout) if holds(rank, layout) else None for rank in range(world)]
 
     same = getattr(a, "pipelines", 1) == getattr(b, "pipelines", 1)
-    same = same and (chunks_of(a), loops(a)) == (chunks_of(b), loops(b))
+    same = same and (chunks_of(a), loops(a), a.cp) == (chunks_of(b), loops(b), b.cp)
     return same and places(a) == places(b)
 
 

@@ -183,16 +183,15 @@ class Engine(EngineState):
         counts = {name: pipe.mini_batch for name, pipe in pipes.items()}
         self.measured.add(executor.watch.seconds(), executor.saved_bytes, executor.peak_bytes, counts)
         self.boundaries |= {name: (pipe.boundary(), pipe.dtype) for name, pipe in pipes.items() if pipe.batches}
-        mine = {
-            name: _sum(pipe.stats) for name, pipe in pipes.items() if pipe.stage.is_last and not pipe.groups.tp_rank
-        }
+        mine = {name: _sum(pipe.stats) for name, pipe in pipes.items() if pipe.stage.is_last and pipe.groups.speaks}
         for name, pipe in pipes.items():
             other, every = take_counts(pipe.stage)
             if every and not pipe.groups.tp_rank:
                 mine.setdefault(name, {}).update(routing_differs=other, routing_chosen=every)
             unbalance, passes = take_unbalance(pipe.stage)
             if passes and not pipe.groups.tp_rank:
-                mine.setdefault(name, {}).update(router_aux_loss=unbalance, router_passes=float(passes))
+                share = passes / pipe.groups.token_ranks.size
+                mine.setdefault(name, {}).update(router_aux_loss=unbalance, router_passes=share)
         total: dict[str, dict[str, float]] = {name: {} for name in work}
         for failed, part, there in self.groups.share_json([error, mine, steps]):
             error = error or failed

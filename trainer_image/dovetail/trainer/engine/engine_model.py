@@ -82,6 +82,7 @@ class EngineModel:
             if groups.tp_size > 1 and trained.lora.dropout > 0:
                 raise ModelError(f"models.{name}.lora.dropout: ranks that share a layer drop nothing; set it to 0")
             lora.inject(stage, trained.lora)
+        stage.share_tokens(groups.token_ranks, groups.tp_size)
         split = split_stage(stage, groups.tp_mesh)
         if checkpointing:
             recompute(stage)
@@ -132,11 +133,12 @@ class EngineModel:
 
     @property
     def dp_rank(self) -> int:
-        return self.groups.dp_rank
+        """Which of `dp_size` parts of a batch this rank has. All context-parallel ranks have the same."""
+        return self.groups.dp_rank // self.groups.token_ranks.size
 
     @property
     def dp_size(self) -> int:
-        return self.groups.dp_size
+        return self.groups.layout.batch_shares
 
     @property
     def is_first(self) -> bool:
@@ -215,8 +217,8 @@ def senders(held: EngineModel, most: int) -> StageRanks | None:
     share them."""
     sharded, tp = is_sharded(held.module), held.groups.tp_size
     pipelines = getattr(held.groups.layout, "pipelines", 1)
-    shards = held.dp_size // pipelines if sharded else 1
-    copies = min(held.dp_size, most // tp) // shards
+    shards = held.groups.dp_size // pipelines if sharded else 1
+    copies = min(held.groups.dp_size, most // tp) // shards
     return StageRanks(tp, copies * shards, copies) if copies else None
 
 

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.models import PipelineStage
+from dovetail.models import Outputs, PipelineStage
 from dovetail.models.compiled import use_compiled
-from dovetail.models.layers.predictions import Predictions, gradients_of
+from dovetail.models.layers.predictions import Predicted, Predictions, gradients_of
 from dovetail.models.recompute import recomputes
 from dovetail.protocol.messages import Action
 from dovetail.protocol.process.pulse import PROGRESS
@@ -33,7 +33,7 @@ from dovetail.trainer.engine.action_measures import ActionStopwatch, AllocatedBy
 from dovetail.trainer.engine.optim import local
 from dovetail.trainer.engine.parallel import is_sharded
 from dovetail.trainer.engine.split_backward import WeightGroup, backward_input, backward_weights
-from dovetail.trainer.packed_batches import Packed, moved_together
+from dovetail.trainer.packed_batches import Packed, moved, moved_together
 
 # Receives are posted this many actions ahead.
 WINDOW = 3
@@ -86,6 +86,9 @@ class Pipe:
     step: Callable[[], None] | None = None
     balance: float = 0.0
     by_layer: bool = False
+    # By micro-batch, what all ranks that share its tokens compute, and what this one does.
+    wholes: list[Packed] = field(init=False)
+    parts: list[Packed] = field(init=False)
     stats: list[dict[str, Tensor]] = field(default_factory=list)
     results: list[Tensor] = field(default_factory=list)
     _ended: int = 0  # finished backward passes of the current mini-batch, of all chunks
@@ -107,6 +110,10 @@ class Pipe:
 
     def __post_init__(self) -> None:
         self.mini_batch = self.mini_batch or max(1, len(self.batches))
+        ranks = self.groups.token_ranks
+        # Layers need at least one token.
+        self.wholes = [each.packed.filled(ranks.size) for each in self.batches]
+        self.parts = [whole.of(ranks.own(whole.total)) for whole in self.wholes]
 
     def gathered_bytes(self, chunk: int = 0) -> int:
         """The bytes of the weights that FSDP2 gathers and keeps in a mini-batch's first forward pass of a chunk,
@@ -125,12 +132,27 @@ class Pipe:
 
     def boundary(self) -> torch.Size:
         """The shape (1, tokens, H) of a message between stages, for the micro-batch of median size."""
-        sizes = sorted(batch.packed.tokens.numel() for batch in self.batches)
+        sizes = sorted(part.tokens.numel() for part in self.parts)
         return torch.Size((1, sizes[len(sizes) // 2], self.stage.hidden_size))
+
+    def whole(self, output: Any, micro_batch: int, asked: Predictions | None) -> Any:
+        """The outputs of a last stage at all wanted positions, from those at this rank's, of which it `asked` for
+        predictions."""
+        ranks, packed = self.groups.token_ranks, self.wholes[micro_batch]
+        if ranks.size == 1:
+            return output
+        at, count = packed.asked(ranks.own(packed.total)), len(packed.wanted)
+        if isinstance(output, Outputs):
+            return Outputs(self.whole(output.logits, micro_batch, asked), ranks.joined(output.values, at, count))
+        if isinstance(output, Predicted):
+            with_entropy = asked is not None and asked.entropy != "none"
+            entropy = ranks.joined(output.entropy, at, count) if with_entropy else output.entropy
+            return Predicted(moved(packed.targets, self.device), ranks.joined(output.logprobs, at, count), entropy)
+        return ranks.joined(output, at, count)
 
     def buffer(self, micro_batch: int) -> Tensor:
         """An empty tensor with the shape of a message between stages: (1, tokens, H)."""
-        shape = self.batches[micro_batch].packed.tokens.shape
+        shape = self.parts[micro_batch].tokens.shape
         return torch.empty(*shape, self.stage.hidden_size, dtype=self.dtype, device=self.device)
 
 
@@ -188,8 +210,8 @@ def check_actions(
 
 def agree_on_work(pipes: dict[str, Pipe], models: Sequence[str], schedule: str, control: Any, rank: int) -> None:
     """Raise `RuntimeError` on every rank if the ranks hold different schedules, or different micro-batches within a
-    pipeline or among the tp ranks of a stage. Sends, receives, sums and attention would not match. `models` are those
-    of all ranks. Raises `PeerLost`."""
+    pipeline or among the tp or cp ranks of a stage. Sends, receives, sums and attention would not match. `models` are
+    those of all ranks. Raises `PeerLost`."""
     world = dist.get_world_size(control)
     if world == 1:
         return
@@ -208,6 +230,7 @@ def agree_on_work(pipes: dict[str, Pipe], models: Sequence[str], schedule: str, 
         for ranks, who in (
             (pipes[name].groups.pp_ranks, "their pipeline's first stage"),
             (pipes[name].groups.tp_ranks, "the first tensor-parallel rank of their stage"),
+            (pipes[name].groups.cp_ranks, "the first context-parallel rank of their stage"),
         ):
             if odd := [r for r in ranks[1:] if int(others[r][index]) != int(others[ranks[0]][index])]:
                 raise RuntimeError(f"trainer ranks {odd} hold other micro-batches of {name} than {who}")
@@ -309,7 +332,7 @@ class Executor:
 
     def _forward(self, action: Action, pipe: Pipe, arrived: Tensor | None, training: bool) -> None:
         batch = pipe.batches[action.micro_batch]
-        packed, chunk, key = batch.packed, action.chunk, _piece(action)
+        packed, chunk, key = pipe.parts[action.micro_batch], action.chunk, _piece(action)
         ends = pipe.stage.ends(chunk)
         inputs = packed.tokens.to(pipe.device, non_blocking=True) if arrived is None else arrived
         wanted = predictions = None
@@ -342,6 +365,8 @@ class Executor:
                     balance=pipe.balance,
                     chunk=chunk,
                 )
+                if ends:
+                    output = pipe.whole(output, action.micro_batch, predictions)
             if ends and training:
                 if batch.loss is None:
                     raise ValueError(f"micro-batch {action.micro_batch} of {action.model} has no loss")

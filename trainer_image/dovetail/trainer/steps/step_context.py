@@ -175,7 +175,7 @@ class Context:
             name, work, lambda output, batch: read(output, batch.packed, by_tokens[id(batch)].rows).float()
         )
         table = torch.zeros(n, width)
-        if model is not None and model.groups.pp_rank == 0 and model.groups.tp_rank == 0 and parts:
+        if model is not None and model.groups.pp_rank == 0 and model.groups.speaks and parts:
             values = torch.cat(parts).cpu()
             rows = torch.tensor([row for part in mine for row in part.rows])
             real = torch.cat([part.weights for part in mine]).bool()

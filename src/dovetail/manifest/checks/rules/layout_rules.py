@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,6 +58,29 @@ def _fills_the_ranks(name: str) -> Rule:
             "dp": _of_layout(name, lambda spec, model, layout: layout.dp),
             "ranks": _of_layout(name, lambda spec, model, layout: world_size(layout)),
             "world": trainer_world,
+        },
+    )
+
+
+def _of_one_pipeline(spec: RLHFJobSpec, model: str, layout: Parallelism) -> int:
+    """The data-parallel ranks whose schedule is the same, if two models share one."""
+    actor, critic = _actor_and_critic(spec)
+    together = math.lcm(actor.pp, critic.pp, layout.pp) // layout.pp if model != "reward" else 1
+    return layout.dp // together if layout.dp % together == 0 else layout.dp
+
+
+def _tokens_are_shared(name: str) -> Rule:
+    def holds(spec: RLHFJobSpec) -> bool:
+        found = _laid_out(spec, name)
+        return found is None or _of_one_pipeline(spec, *found) % found[1].cp == 0
+
+    return spec_rule(
+        holds,
+        f"spec.plan.parallelism.{name}.cp is {{cp}}, which does not divide its {{ranks}} data-parallel ranks (those of "
+        "one pipeline, where actor and critic share a schedule); use a cp that does.",
+        {
+            "cp": _of_layout(name, lambda spec, model, layout: layout.cp),
+            "ranks": _of_layout(name, _of_one_pipeline),
         },
     )
 
@@ -143,7 +167,7 @@ LAYOUT_RULES = (
     *(
         rule(name)
         for name in ("actor", "critic")
-        for rule in (_fills_the_ranks, _layer_for_each_stage, _layers_for_two_stages)
+        for rule in (_fills_the_ranks, _tokens_are_shared, _layer_for_each_stage, _layers_for_two_stages)
     ),
     *(_whole_adapters(model) for model in ("actor", "critic", "reward")),
     spec_rule(

@@ -39,9 +39,13 @@ def _cut_on_ranks(stage: Stage, model: str, batch: str, micro: str, by_tokens: b
     def pinned(spec: RLHFJobSpec) -> tuple[BatchRule, int] | None:
         rule = next((rule for rule in batch_rules(spec) if (rule.stage, rule.model) == (stage, model)), None)
         layouts = pinned_layouts(spec)
-        if rule is None or layouts is None or (model == "critic" and layouts["actor"][1].dp == layouts[model][1].dp):
+        if (
+            rule is None
+            or layouts is None
+            or (model == "critic" and layouts["actor"][1].batch_shares == layouts[model][1].batch_shares)
+        ):
             return None
-        return None if (rule.tokens is not None) is not by_tokens else (rule, layouts[model][1].dp)
+        return None if (rule.tokens is not None) is not by_tokens else (rule, layouts[model][1].batch_shares)
 
     def holds(spec: RLHFJobSpec) -> bool:
         found = pinned(spec)
