@@ -47,7 +47,7 @@ class Share:
     used. `recompute`: activation checkpointing in training. `offload`: memory of the task is on the host while it does
     not run. For training these are the optimizer's moments, for inference the weights, and for generation weights and
     KV cache (vLLM sleeps). `pipelines`: the pipelines of a trained model that are side by side in a schedule that
-    another model shares (`side_by_side`)."""
+    another model shares (`side_by_side`). `cp`: so many of a trained model's dp ranks share the tokens of a pass."""
 
     pool: str
     first: int = 0
@@ -59,6 +59,12 @@ class Share:
     recompute: bool = False
     offload: bool = False
     pipelines: int = 1
+    cp: int = 1
+
+    @property
+    def batch_shares(self) -> int:
+        """The number of parts into which training divides a batch (`Parallelism.cp`)."""
+        return self.dp // self.cp
 
     @property
     def shards(self) -> int:
@@ -95,6 +101,7 @@ class Share:
             self.recompute,
             self.offload,
             self.pipelines,
+            self.cp,
         )
 
     def cut(self, at: int) -> tuple[Share, Share]:
@@ -112,7 +119,9 @@ class Share:
         return (self.pool, self.range, self.tp) == (other.pool, other.range, other.tp)
 
     def __str__(self) -> str:
-        return f"{self.pool}[{self.first}:{self.first + self.gpus}] pp{self.pp} tp{self.tp} dp{self.dp}"
+        return f"{self.pool}[{self.first}:{self.first + self.gpus}] pp{self.pp} tp{self.tp} dp{self.dp}" + (
+            f" cp{self.cp}" if self.cp > 1 else ""
+        )
 
 
 def pipelines(pp: int, other: int, dp: int) -> int:

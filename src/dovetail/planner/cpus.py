@@ -62,6 +62,7 @@ class IterationWork:
     epochs: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     schedule: str = "Serial"
     fusion: tuple[float | None, ...] = field(default=(None,))
     max_concurrent: int = 256
@@ -83,7 +84,7 @@ class IterationWork:
     @property
     def micro_batches(self) -> int:
         """The micro-batches of one rank and model in an optimizer step."""
-        return self.mini_batch // (self.dp * self.micro_batch)
+        return self.mini_batch // (self.dp // self.cp * self.micro_batch)
 
     @property
     def passes(self) -> float:
@@ -382,10 +383,11 @@ def work_of(
         scores=tuple(tuple(s) for s in scorer_models(spec, rollouts)),
         models=tuple(models),
         mini_batch=spec.ppo.mini_batch_size,
-        micro_batch=_micro_batch(spec, layout.dp),
+        micro_batch=_micro_batch(spec, layout.batch_shares),
         epochs=spec.ppo.epochs,
         pp=layout.pp,
         dp=layout.dp,
+        cp=layout.cp,
         schedule=_schedule(spec, models, layout),
         fusion=THRESHOLDS if fusion == "Auto" else (None if fusion == "Off" else float(fusion),),
         max_concurrent=spec.generation.max_concurrent,
@@ -393,12 +395,12 @@ def work_of(
     )
 
 
-def _micro_batch(spec: RLHFJobSpec, dp: int) -> int:
+def _micro_batch(spec: RLHFJobSpec, shares: int) -> int:
     """The samples of a micro-batch. If it is cut by tokens, they are as many of the longest samples as fit."""
     tokens = micro_batch_tokens(spec, Stage.PPO)
     if tokens is None:
         return spec.ppo.micro_batch_size
-    return min(spec.ppo.mini_batch_size // dp, max(1, tokens // longest_sample(spec, Stage.PPO)))
+    return min(spec.ppo.mini_batch_size // shares, max(1, tokens // longest_sample(spec, Stage.PPO)))
 
 
 def _schedule(spec: RLHFJobSpec, models: Sequence[str], layout: Parallelism) -> str:

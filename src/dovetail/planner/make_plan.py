@@ -162,15 +162,18 @@ def _checked(job: PlannedJob, model: str, field: str, layout: Parallelism) -> Pa
         )
     if layers is not None and layout.pp > layers:
         raise Infeasible(f"{field}.pp is {layout.pp}, but the {model} has only {layers} layers; lower it")
-    if why := next((p for rule in job.rules if rule.model == model and (p := rule.problem(layout.dp))), None):
+    if why := next((p for rule in job.rules if rule.model == model and (p := rule.problem(layout.batch_shares))), None):
         raise Infeasible(why)
     if layers is not None and layout.pp > 1 and layers < layout.pp * spec.plan.chunks:
         raise Infeasible(
             f"{field}.pp is {layout.pp}, and spec.plan.intraStageFusion VShaped puts two stages of a model on each "
             f"rank, but the {model} has only {layers} layers; lower pp, or set spec.plan.intraStageFusion to Auto"
         )
-    if job.shapes is not None and (why := job.shape(model).split_problem(layout.tp, model)):
-        raise Infeasible(f"{field}.tp is {layout.tp}, {why}")
+    if job.shapes is not None:
+        if why := job.shape(model).split_problem(layout.tp, model):
+            raise Infeasible(f"{field}.tp is {layout.tp}, {why}")
+        if why := job.shape(model).share_problem(layout.cp, layout.tp):
+            raise Infeasible(f"{field}.cp is {layout.cp}, {why}")
     return layout
 
 
@@ -313,7 +316,7 @@ def chunks_alone(job: PlannedJob, placed: Placed, rule: BatchRule) -> int:
 
 
 def _batching(job: PlannedJob, rule: BatchRule, placed: Placed) -> Batching:
-    rows, tokens = rule.batch // placed.layouts_in(rule.stage)[rule.model].dp, rule.tokens
+    rows, tokens = rule.batch // placed.layouts_in(rule.stage)[rule.model].batch_shares, rule.tokens
     count = rows // rule.micro
     if tokens is not None:
         longest = longest_sample(job.spec, rule.stage)

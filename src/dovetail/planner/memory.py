@@ -176,17 +176,18 @@ class Training:
 def training_job(work: Workload, task: Task, share: Share, dtype: Dtype, stage: int = 0) -> Training:
     """The job of pipeline stage `stage` of a training share under 1F1B, with samples of the longest length."""
     shape, head = work.needed(task)
-    tokens = work.longest_micro_batch(share.dp, share.micro_batch)
-    count = work.micro_batches(share.dp, share.micro_batch, longest=True)
+    tokens = work.longest_micro_batch(share.batch_shares, share.micro_batch)
+    count = work.micro_batches(share.batch_shares, share.micro_batch, longest=True)
+    own = -(-tokens // share.cp)  # of a rank that shares tokens, and they may all be of responses
     # In micro-batches of whole samples the share of responses is known. Those cut by tokens may be mostly responses.
     by_rows = work.micro_batch_tokens is None
     chunks = work.chunks if share.pp > 1 else 1
     return Training(
         shape,
         head,
-        _layout(share.pp, share.tp, share.dp),
+        _layout(share.pp, share.tp, share.dp, share.cp),
         dtype,
-        tokens=tokens,
+        tokens=own,
         micro_batches=count,
         in_flight=min(share.pp - (stage if chunks == 1 else 0), count),
         lora=work.lora(task),
@@ -195,15 +196,15 @@ def training_job(work: Workload, task: Task, share: Share, dtype: Dtype, stage: 
         ema=work.ema and task == "actor_training",
         fsdp=2 if share.fsdp == 3 and not share.gathers else share.fsdp,
         kept=work.kept_versions,
-        outputs=tokens // work.longest * work.response.longest if by_rows else tokens,
+        outputs=min(own, tokens // work.longest * work.response.longest) if by_rows else own,
         chunks=chunks,
         pipelines=share.pipelines,
     )
 
 
 @lru_cache(maxsize=4096)
-def _layout(pp: int, tp: int, dp: int) -> Parallelism:
-    return Parallelism.model_construct(pp=pp, tp=tp, dp=dp)
+def _layout(pp: int, tp: int, dp: int, cp: int) -> Parallelism:
+    return Parallelism.model_construct(pp=pp, tp=tp, dp=dp, cp=cp)
 
 
 def stage_parameters(shape: ModelShape, head: Head, pp: int, tp: int, stage: int, chunks: int = 1) -> int:
@@ -311,11 +312,11 @@ def training_memory(job: Training, stage: int) -> Memory:
 
 
 def communication_bytes(layout: Parallelism, chunks: int = 1, pipelines: int = 1) -> float:
-    """The bytes of NCCL's buffers on a rank of one model. It has communicators over all ranks, over dp and over tp, and
+    """The bytes of NCCL's buffers on a rank of one model. It has communicators over all ranks, over dp, tp and cp, and
     four with the neighbours of each of its stages. With several pipelines it also has one within its pipeline and one
     over the pipelines."""
     collectives = (layout.pp * layout.dp * layout.tp > 1) + (layout.dp > 1) + (layout.tp > 1)
-    collectives += 2 * (1 < pipelines < layout.dp)
+    collectives += 2 * (1 < pipelines < layout.dp) + (layout.cp > 1)
     return collectives * COLLECTIVE_BYTES + (layout.pp > 1) * 4 * chunks * EDGE_BYTES
 
 
@@ -332,6 +333,9 @@ def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> d
     if job.layout.pp > 1:
         # Tensors are received and sent while the next micro-batch is on its way.
         parts["pipeline buffers"] = float(4 * boundary)
+    if job.layout.cp > 1:
+        # Queries, keys and values are sent while those of all tokens are received.
+        parts["exchanged heads"] = 2.0 * job.tokens * b * (shape.queries + 2 * shape.keys) / tp
     recomputed = float(block) if job.recompute else 0.0
     if not job.gpu:
         if recomputed:

@@ -70,6 +70,9 @@ def _verl(here: Mapping[str, Any]) -> list[str]:
             "actor_rollout_ref.actor.strategy=fsdp2",
             f"actor_rollout_ref.actor.fsdp_config.optimizer_offload={actor.offload}",
         ]
+    if actor.cp > 1:
+        strategy = "megatron.context_parallel_size" if actor.pp * actor.tp > 1 else "ulysses_sequence_parallel_size"
+        lines.append(f"actor_rollout_ref.actor.{strategy}={actor.cp}")
     if serving.pp > 1:
         lines.append(STAGES)
     if not here["beside"]:
@@ -89,7 +92,7 @@ def _trl(here: Mapping[str, Any]) -> list[str]:
         f"    num_generations={here['samples']},",
         f"    generation_batch_size={here['batch']},",
         f"    per_device_train_batch_size={here['micro']},",
-        f"    gradient_accumulation_steps={here['mini'] // (actor.dp * here['micro'])},",
+        f"    gradient_accumulation_steps={here['mini'] // (actor.batch_shares * here['micro'])},",
         f"    max_completion_length={here['response']},",
         f"    gradient_checkpointing={actor.recompute},",
         ")",
@@ -100,6 +103,8 @@ def _trl(here: Mapping[str, Any]) -> list[str]:
         lines.append(f"# on the servers' GPUs: {serve} --data-parallel-size {serving.dp}")
     if serving.pp > 1:
         lines.append(STAGES)
+    if actor.cp > 1:
+        lines.append(f"# accelerate: parallelism_config with cp_size {actor.cp}")
     if actor.pp * actor.tp > 1:
         lines.append("# TRL has no such stages and tensor ranks: shard with FSDP or DeepSpeed, with steps divided anew")
     return lines
@@ -135,6 +140,8 @@ def _nemo(here: Mapping[str, Any]) -> list[str]:
             f"policy.dtensor_cfg.tensor_parallel_size={actor.tp}",
             f"policy.dtensor_cfg.activation_checkpointing={recompute}",
         ]
+    if actor.cp > 1:
+        lines.append(f"policy.{'megatron' if actor.pp > 1 else 'dtensor'}_cfg.context_parallel_size={actor.cp}")
     lines += [f"cluster.gpus_per_node={here['per_node']}", f"cluster.num_nodes={here['nodes']}"]
     if not here["beside"]:
         lines.append(f"# the cluster also has the {serving.gpus} GPUs of generation: {generation}.colocated.resources")

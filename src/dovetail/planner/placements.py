@@ -28,6 +28,7 @@ from dovetail.planner.planned_job import (
     held,
     most_chunks,
     most_stages,
+    sequences,
     worth,
 )
 from dovetail.planner.search import (
@@ -146,7 +147,7 @@ def groups_limits(job: PlannedJob, layouts: Mapping[str, Sequence[Fitting]], by_
         for task, model in trained.items():
             degrees, stages = degrees_of(job, model), most_stages(job, job.shape(model).layers)
             every = (e for part in part_sizes(trainers) for e in every_layout(part, degrees, stages))
-            found[task] += pins[task] if pins else tuple(e for e in every if micro_batches % e.dp == 0)
+            found[task] += pins[task] if pins else tuple(e for e in every if micro_batches % e.batch_shares == 0)
     return replace(limits, layouts=found)
 
 
@@ -188,10 +189,12 @@ def pinned_shares(job: PlannedJob) -> dict[Task, tuple[Parallelism, ...]]:
     if spec.plan.intra_stage_fusion != "Dedicated" or not has_critic(spec):
         return {task: (whole[model],) for model, task in TRAINING_TASKS.items()}
     parts = divisions(whole, spec.ppo.mini_batch_size // spec.ppo.micro_batch_size)
-    return {
-        task: tuple(Parallelism(pp=part[model].pp, tp=part[model].tp, dp=part[model].dp) for part in parts)
-        for model, task in TRAINING_TASKS.items()
-    }
+    return {task: tuple(_plain(part[model]) for part in parts) for model, task in TRAINING_TASKS.items()}
+
+
+def _plain(share: Parallelism | Share) -> Parallelism:
+    """The layout alone."""
+    return Parallelism(pp=share.pp, tp=share.tp, dp=share.dp, cp=share.cp)
 
 
 def degrees_of(job: PlannedJob, model: str) -> list[int]:
@@ -251,13 +254,13 @@ def _place(job: PlannedJob, by_layer: bool) -> Placed | None:
     shares = {model: mine[0] for model, mine in trained.items() if mine}
     dedicated: dict[str, Layout] = {}
     if found.candidate.schedule == "Dedicated":
-        dedicated = {m: Layout(pp=s.pp, tp=s.tp, dp=s.dp, first=s.first) for m, s in shares.items()}
+        dedicated = {m: Layout(pp=s.pp, tp=s.tp, dp=s.dp, cp=s.cp, first=s.first) for m, s in shares.items()}
         # The critic's layout on all ranks is not used, but it must have the actor's tp.
         actor = layout_of["actor"]
         critics = [fitting.layout for fitting in layouts["critic"]]
         layout_of["critic"] = min(critics, key=lambda layout: (layout != actor, layout.tp != actor.tp))
     else:
-        layout_of |= {m: Parallelism(pp=share.pp, tp=share.tp, dp=share.dp) for m, share in shares.items()}
+        layout_of |= {m: _plain(share) for m, share in shares.items()}
     if "reward" in layout_of and layout_of.get("critic") in [fitting.layout for fitting in layouts["reward"]]:
         layout_of["reward"] = layout_of["critic"]
     placed = Placed(
@@ -441,7 +444,9 @@ def supervised(job: PlannedJob, model: str, by_layer: bool = False) -> list[Fitt
     fitting: list[tuple[float, Fitting]] = []
     failed: list[tuple[Training, str]] = []
     rules = [_smallest(job, rule) for rule in job.rules if rule.model == model]
-    for layout in allowed_layouts(job, model, job.trainers.gpus, job.shape(model).layers, degrees_of(job, model)):
+    longest = max(longest_sample(job.spec, rule.stage) // sequences(rule.stage) for rule in rules)
+    layers, degrees = job.shape(model).layers, degrees_of(job, model)
+    for layout in allowed_layouts(job, model, job.trainers.gpus, layers, degrees, longest):
         seconds, recompute, gathering = 0.0, set[Stage](), set[Stage]()
         for rule in rules:
             ways = _ways(job, rule, layout, by_layer)
@@ -695,7 +700,7 @@ def fragment(chosen: Chosen) -> dict[str, Any]:
         groups = [group("trainers", actor.pool, ["trainer"], count, min(count, per_node))]
     groups += [serving(s) for s in candidate.generation if s not in shared]
     trained = {"actor": actor, **({"critic": critic} if critic else {})}
-    layouts = {model: {"pp": share.pp, "tp": share.tp, "dp": share.dp} for model, share in trained.items()}
+    layouts = {model: _plain(share).model_dump() for model, share in trained.items()}
     optimizers = {f"{model}Optimizer": {"offload": True} for model, share in trained.items() if share.offload}
     # A manifest's layouts are on all trainer ranks. The planner finds layouts on parts of them again.
     own = {"intraStageFusion": "Dedicated"} if candidate.schedule == "Dedicated" else {"parallelism": layouts}

@@ -19,7 +19,7 @@ from dovetail.planner.candidate import Candidate, Share, Task
 from dovetail.planner.inventory import NETWORK_GBPS, Inventory, Pool
 from dovetail.planner.lags import DrawnIterations
 from dovetail.planner.memory import GIB, Training, training_job
-from dovetail.planner.search import every_layout
+from dovetail.planner.search import context_degrees, every_layout
 from dovetail.planner.seconds import Estimate, GPUCosts
 from dovetail.planner.workload import Workload
 from dovetail.protocol.files.machine_profile import Profile
@@ -197,6 +197,7 @@ class PlannedJob:
             recompute=recompute,
             offload=self._offload(rule),
             pipelines=pipelines,
+            cp=layout.cp,
         )
 
     def mini_batch(self, rule: BatchRule, chunks: int | None = None) -> tuple[Task, Workload]:
@@ -333,15 +334,19 @@ def most_stages(job: PlannedJob, layers: int) -> int:
 
 
 def allowed_layouts(
-    job: PlannedJob, model: str, ranks: int, layers: int | None, degrees: Sequence[int] = (1,)
+    job: PlannedJob, model: str, ranks: int, layers: int | None, degrees: Sequence[int] = (1,), longest: int = 0
 ) -> list[Parallelism]:
     """The layouts over `ranks` ranks that share every batch of the model in every stage evenly. If a layout is pinned,
-    only that one is allowed. `layers`: the model's layers, or None if they are not known. `degrees`: the allowed tp."""
+    only that one is allowed. `layers`: the model's layers, or None if they are not known. `degrees`: the allowed tp.
+    `longest`: the tokens of samples whose tokens ranks may share."""
     rules = [rule for rule in job.rules if rule.model == model]
+    asked = set() if job.pins is None else {job.pins[model][1].cp}
+    contexts = context_degrees(None if job.shapes is None else job.shape(model), longest, asked)
     return [
         layout
-        for layout in every_layout(ranks, degrees, ranks if layers is None else most_stages(job, layers))
-        if all(rule.problem(layout.dp) is None for rule in rules) and (job.pins is None or job.pins[model][1] == layout)
+        for layout in every_layout(ranks, degrees, ranks if layers is None else most_stages(job, layers), contexts)
+        if all(rule.problem(layout.batch_shares) is None for rule in rules)
+        and (job.pins is None or job.pins[model][1] == layout)
     ]
 
 

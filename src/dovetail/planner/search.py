@@ -85,6 +85,12 @@ class Limits:
     dedicated: tuple[bool, ...] = (False, True)
 
 
+# From so many tokens of a sample on, layouts are tried whose ranks share its tokens, so many of them.
+LONG = 2**15
+CONTEXTS = (1, 2, 4, 8, 16)
+Degrees = Callable[[int], Sequence[int]]
+
+
 def tensor_degrees(shape: ModelShape, per_node: int, lora: LoRA | None) -> list[int]:
     """The tensor-parallel degrees of a trained model. A degree stays within a node of `per_node` GPUs and cuts a layer
     into equal parts. Adapters with dropout are not split."""
@@ -92,12 +98,23 @@ def tensor_degrees(shape: ModelShape, per_node: int, lora: LoRA | None) -> list[
     return [t for t in range(1, most + 1) if per_node % t == 0 and shape.split_problem(t) is None]
 
 
-def every_layout(ranks: int, degrees: Iterable[int], layers: int) -> Iterator[Parallelism]:
-    """Every layout over `ranks` ranks whose tp is one of `degrees`, with at most `layers` pipeline stages."""
+def context_degrees(shape: ModelShape | None, longest: int, asked: Collection[int] = ()) -> Degrees:
+    """The context-parallel degrees of a model whose samples have at most `longest` tokens, by its tp: those `asked`
+    for, or else, if samples are long, several. Its heads are cut into equal parts if the `shape` is known."""
+    tried = sorted(asked) or (CONTEXTS if longest >= LONG else (1,))
+    return lambda tp: [cp for cp in tried if shape is None or shape.share_problem(cp, tp) is None]
+
+
+def every_layout(
+    ranks: int, degrees: Iterable[int], layers: int, contexts: Degrees = lambda _: (1,)
+) -> Iterator[Parallelism]:
+    """Every layout over `ranks` ranks whose tp is one of `degrees`, with at most `layers` pipeline stages. `contexts`
+    has the cp for a tp."""
     for tp in degrees:
         for pp in range(1, min(layers, ranks // tp) + 1):
             if ranks % (pp * tp) == 0:
-                yield Parallelism(pp=pp, tp=tp, dp=ranks // (pp * tp))
+                dp = ranks // (pp * tp)
+                yield from (Parallelism(pp=pp, tp=tp, dp=dp, cp=cp) for cp in contexts(tp) if dp % cp == 0)
 
 
 # The most nodes with which every size is tried. With more, a grid is tried, and the best sizes are refined by nodes.
@@ -450,17 +467,18 @@ def training_shares(
     degrees = tensor_degrees(shape, pool.per_node, work.lora(task))
     micros = MICRO_BATCHES if limits.micro_batch is None else (limits.micro_batch,)
     # Tuples are compared, because comparing pydantic models takes too long.
-    allowed = {(layout.pp, layout.tp, layout.dp) for layout in limits.layouts.get(task, ())}
-    for layout in every_layout(slot.gpus, degrees, shape.layers):
-        if task in limits.layouts and (layout.pp, layout.tp, layout.dp) not in allowed:
+    allowed = {(layout.pp, layout.tp, layout.dp, layout.cp) for layout in limits.layouts.get(task, ())}
+    contexts = context_degrees(shape, work.longest, {cp for _, _, _, cp in allowed})
+    for layout in every_layout(slot.gpus, degrees, shape.layers, contexts):
+        if task in limits.layouts and (layout.pp, layout.tp, layout.dp, layout.cp) not in allowed:
             continue
-        if any(count % layout.dp for count in limits.batches.get(task, ())):
+        if any(count % layout.batch_shares for count in limits.batches.get(task, ())):
             continue
         # One rank shares nothing with others, so all ZeRO stages are the same.
         stages = limits.fsdp if layout.dp > 1 else (min(2, limits.fsdp[0]),)
-        ways: list[Any] = list(product(stages, limits.recompute, limits.offload.get(task, _EITHER)))
+        ways: list[Any] = list(product(stages, limits.recompute, limits.offload.get(task, _EITHER), (1,), (layout.cp,)))
         for micro in micros:
-            if work.divides(layout.dp, micro):
+            if work.divides(layout.batch_shares, micro):
                 yield [Share(slot.pool, slot.first, layout.pp, layout.tp, layout.dp, micro, *way) for way in ways]
 
 

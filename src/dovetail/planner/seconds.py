@@ -188,7 +188,7 @@ def exposed_inference(
             continue
         early = [(share, seconds) for task, share, seconds in here if task != "actor_training"]
         # A pass over the last samples always remains.
-        rest = sum(seconds * min(1.0, share.dp * share.micro_batch / batch) for share, seconds in early)
+        rest = sum(seconds * min(1.0, share.batch_shares * share.micro_batch / batch) for share, seconds in early)
         most = max(most, rest, total - _hidden(candidate, generated, early))
     return most
 
@@ -329,6 +329,17 @@ def _staged(steps: Floats, share: Share, pool: Pool, shape: ModelShape) -> Float
     return tuple(steps[part] + share.pp * (COLLECTIVE_SECONDS + part * size / link) for part in parts)
 
 
+def exchange(shape: ModelShape, tokens: float, share: Share, pool: Pool) -> float:
+    """The seconds in which the ranks that share tokens, `tokens` each, exchange queries, keys, values and outputs in
+    all layers. Each keeps the part of its own heads."""
+    if share.cp == 1:
+        return 0.0
+    keys = max(shape.keys, shape.keys // shape.kv_heads * share.cp * share.tp)  # on several ranks if they are few
+    size = tokens * 2 * (shape.queries + keys) / share.tp * ITEMSIZE[pool.gpu.dtype]
+    moved = (share.cp - 1) / share.cp * size / (LINK * pool.ring(share.cp, share.tp))
+    return shape.layers * (4 * COLLECTIVE_SECONDS + moved)
+
+
 @lru_cache(maxsize=8192)
 def pass_seconds(
     shape: ModelShape, head: Head, share: Share, pool: Pool, tokens: float, context: float
@@ -337,11 +348,12 @@ def pass_seconds(
     at the same time, and sending the boundary tensor to the next stage. The samples have `tokens` tokens,
     which attend to `context` tokens."""
     gpu = pool.gpu
-    whole = forward(shape, head, share.micro_batch * tokens, context, gpu, share.tp)
+    own = share.micro_batch * tokens / share.cp
+    whole = forward(shape, head, own, context, gpu, share.tp) + exchange(shape, own, share, pool)
     slowest = -(-shape.layers // share.pp) / shape.layers
     hop = 0.0
     if share.pp > 1:
-        boundary = share.micro_batch * tokens * shape.hidden * ITEMSIZE[gpu.dtype]
+        boundary = own * shape.hidden * ITEMSIZE[gpu.dtype]
         hop = COLLECTIVE_SECONDS + boundary / (LINK * pool.link(share.gpus))
     return whole * slowest, gathering(shape, head, pool, share), hop
 
@@ -584,10 +596,14 @@ class GPUCosts:
         shape, head = work.needed(task)
         prompt, response = work.prompt.mean, work.response.mean
         tokens = response + prompt * (shared_prompt(work, share.pp) if task in INFERENCE else 1.0)
-        samples = work.samples_together(share.dp, share.micro_batch) if task in TRAINING else float(share.micro_batch)
+        samples = (
+            work.samples_together(share.batch_shares, share.micro_batch)
+            if task in TRAINING
+            else float(share.micro_batch)
+        )
         of_one = tokens * samples / share.micro_batch
         stage, gather, hop = pass_seconds(shape, head, share, pool, of_one, (prompt + response) / 2)
-        count = math.ceil(work.batch / (share.dp * samples) - 1e-9)
+        count = math.ceil(work.batch / (share.batch_shares * samples) - 1e-9)
         return (count + share.pp - 1) * max(stage, gather) + (share.pp - 1) * hop
 
     # ------------------------------------------------------------ training
@@ -626,13 +642,13 @@ class GPUCosts:
         lora = work.lora(task)
         trained = 1.0 if lora is None else _trained(shape, head, lora.rank, tuple(lora.target_modules))
         tokens = work.prompt.mean + work.response.mean
-        samples = work.samples_together(share.dp, share.micro_batch)
+        samples = work.samples_together(share.batch_shares, share.micro_batch)
         stage, gather, hop = pass_seconds(shape, head, share, pool, tokens * samples / share.micro_batch, tokens / 2)
-        stage *= self.straggling(share.dp)
+        stage *= self.straggling(share.batch_shares)
         pp, dp, tp = share.pp, share.shards, share.tp
         size, ring = shape.parameters(head) / (pp * tp), pool.ring(dp, tp)
         reduced = all_gather(self.gradient_bytes * trained * size, dp, ring)
-        count = work.micro_batches(share.dp, share.micro_batch)
+        count = work.micro_batches(share.batch_shares, share.micro_batch)
         backwards = (3 if share.recompute else 2) * stage
         gathered = all_gather(ITEMSIZE[pool.gpu.dtype] * size, dp, ring)
         if share.gathers:
@@ -646,7 +662,7 @@ class GPUCosts:
         across = pool.ring(share.pipelines, dp * pp * tp)
         fixed += all_reduce(self.gradient_bytes * trained * size / dp, share.pipelines, across)
         # If ranks have equal work, the one with the longest of all samples ends last.
-        longest = expected_longest(work.response, self.longest_of(share.dp)) + work.prompt.mean
+        longest = expected_longest(work.response, self.longest_of(share.batch_shares)) + work.prompt.mean
         # Micro-batches that are cut by tokens are equally long, except one that holds only the longest sample.
         skew = 1 + max(0.0, longest / tokens - 1) / samples
         if work.micro_batch_tokens is not None:

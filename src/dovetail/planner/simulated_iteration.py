@@ -81,13 +81,13 @@ def _flat(lengths: Lengths) -> Lengths:
 
 
 def deal(relative: Floats, share: Share, step: StepTimes) -> list[Floats]:
-    """Deals samples to data-parallel ranks. Returns for each rank the lengths of its micro-batches, where 1 is the
-    length of a mean micro-batch. `relative`: the samples' lengths over the mean length."""
-    ranks: list[list[float]] = [[] for _ in range(share.dp)]
-    room = -(-len(relative) // share.dp)
-    sums = [0.0] * share.dp
+    """Deals samples to data-parallel ranks, or to groups of them that share tokens. Returns for each the lengths of its
+    micro-batches, where 1 is the length of a mean micro-batch. `relative`: the samples' lengths over the mean."""
+    ranks: list[list[float]] = [[] for _ in range(share.batch_shares)]
+    room = -(-len(relative) // share.batch_shares)
+    sums = [0.0] * share.batch_shares
     for length in np.sort(relative)[::-1]:
-        r = min((r for r in range(share.dp) if len(ranks[r]) < room), key=lambda r: (sums[r], r))
+        r = min((r for r in range(share.batch_shares) if len(ranks[r]) < room), key=lambda r: (sums[r], r))
         ranks[r].append(float(length))
         sums[r] += float(length)
     count = max(1, math.ceil(max(map(len, ranks)) / step.samples - 1e-9))
@@ -108,17 +108,17 @@ def _shared(actor: _Trained, critic: _Trained) -> bool:
 def _step(models: Sequence[_Trained], family: str, relative: Floats, now: float) -> tuple[float, list[Bar]]:
     """Simulates an optimizer step of models that share a schedule. It begins at second `now`. Returns when it ends."""
     share, positions = models[0].share, max(model.share.pp for model in models)
-    copies = share.dp // (positions // share.pp)
+    copies = share.batch_shares // (positions // share.pp)
     dealt = [deal(relative, model.share, model.step) for model in models]
     names = tuple(model.name for model in models)
-    end, bars = now, list[Bar]()
+    end, bars, width = now, list[Bar](), share.cp * share.tp
     for copy in range(copies):
         lengths = [np.array(ranks[copy::copies]) for ranks in dealt]
         schedule = _schedule(names, tuple(model.step for model in models), lengths, family)
         end = max(end, now + schedule.makespan)
         for p in schedule.passes():
             name, group = f"{p.model} {p.kind}{p.micro_batch}", p.rank * copies + copy
-            bars += _bars(share, range(group * share.tp, (group + 1) * share.tp), name, now + p.start, now + p.end)
+            bars += _bars(share, range(group * width, (group + 1) * width), name, now + p.start, now + p.end)
     stepped = end + sum(model.step.fixed for model in models)
     stepping = "optimizer" if len(names) > 1 else f"{names[0]} step"
     return stepped, bars + _bars(share, range(share.gpus), stepping, end, stepped)

@@ -96,4 +96,6 @@ def _predicted(plan: Plan) -> list[str]:
 
 
 def _layout(layout: Parallelism | None) -> str | None:
-    return None if layout is None else f"pp{layout.pp} tp{layout.tp} dp{layout.dp}"
+    if layout is None:
+        return None
+    return f"pp{layout.pp} tp{layout.tp} dp{layout.dp}" + (f" cp{layout.cp}" if layout.cp > 1 else "")

@@ -51,10 +51,11 @@ def plan_tables(plan: Plan) -> Group:
     title = f"Parallelism (schedule: {schedule})"
     layouts = Table(title=title, title_justify="left", show_edge=False)
     layouts.add_column("model")
-    for heading in ("pipeline", "data", "tensor"):
+    shared = any(layout.cp > 1 for _, layout in _layouts(plan))
+    for heading in ("pipeline", "data", "tensor", *["context (of data)"] * shared):
         layouts.add_column(heading, justify="right")
     for name, layout in _layouts(plan):
-        layouts.add_row(name, str(layout.pp), str(layout.dp), str(layout.tp))
+        layouts.add_row(name, *(str(each) for each in (layout.pp, layout.dp, layout.tp, *[layout.cp] * shared)))
 
     batches = Table(
         title="Batches (sequences; pairs for the reward model and DPO)", title_justify="left", show_edge=False
