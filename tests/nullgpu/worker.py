@@ -2,7 +2,7 @@
 
 Each line of standard input is a scenario as JSON: {"name", "do", "world", ...}. `do` is "module.function" of
 `programs/`. Each of the `world` ranks calls the function in a process of its own. The ranks are forked, so that one
-import of torch serves all scenarios. An optional "patience" says after how many seconds ranks that wait are stuck.
+import of torch serves all scenarios. An optional "patience" says after how many seconds ranks that all wait for the same are stuck.
 
 A line of standard output is the answer: "statuses" of the ranks, "waits" (what each rank that was stuck waited for),
 "results" and "seconds". A scenario ends early when its ranks are stuck."""
@@ -25,9 +25,6 @@ from typing import Any
 
 import torch
 
-# How long what all living ranks wait for stays the same before they are taken for stuck. If only some wait, their peer
-# may wait in torch's store, which does not say so.
-ALL_STUCK = 60.0
 # How often to look at what ranks wait for, seconds. The end of a rank is seen at once.
 LOOK = 0.2
 
@@ -94,7 +91,7 @@ def run(
     name: str,
     do: str,
     world: int = 1,
-    patience: float = ALL_STUCK,
+    patience: float = PATIENCE,
     **more: Any,
 ) -> dict[str, Any]:
     """All ranks of one scenario, until they end, are stuck, or the deadline has passed. `more` goes to the program."""
