@@ -75,11 +75,11 @@ def _make(family: str, folder: Path, tiny: bool) -> int:
         num_attention_heads=width // 16 if tiny else width // 64,
         num_key_value_heads=2,
         head_dim=16 if tiny else 64,
-        sliding_window=128,
         max_position_embeddings=1024,
         tie_word_embeddings=family != "llama",
         pad_token_id=0,
         initializer_range=0.05,
+        **({"sliding_window": 128} if family == "gemma2" else {}),
     )
     torch.manual_seed(1)
     with torch.device("cuda"):
