@@ -141,11 +141,11 @@ def test_unknown_products_and_configurations_are_named():
         make_plan(spec(groups=[SEPARATE[0], group("gen", ["rollout"], "A100")]))
     foreign = spec().model_copy(deep=True)
     data = foreign.model_dump(by_alias=True, mode="json")
-    data["models"]["actor"]["source"] = {"path": "/models/gpt2"}
+    data["models"]["actor"]["source"] = {"path": "/models/bert"}
     read = RLHFJobSpec.model_validate(data)
     assert make_plan(read).prediction is None  # nothing is known of it
-    with pytest.raises(ConfigError, match=r"spec.models.actor.source: model type 'gpt2' is not supported"):
-        PlannedJob(read, {"actor": {"model_type": "gpt2"}}).shape("actor")
+    with pytest.raises(ConfigError, match=r"spec.models.actor.source: model type 'bert' is not supported"):
+        PlannedJob(read, {"actor": {"model_type": "bert"}}).shape("actor")
     with pytest.raises(PlanError, match=r"spec.models.actor.source: the model's hidden_size is 'wide'"):
         make_plan(read, configs={"actor": {"model_type": "llama", "hidden_size": "wide"}})
 

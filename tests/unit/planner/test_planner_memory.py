@@ -295,8 +295,8 @@ def test_memory_grows_with_work_and_shrinks_with_ranks(job: Training, data: st.D
     ("changes", "message"),
     [
         (
-            {"model_type": "gpt2"},
-            "'gpt2' is not supported .its config.json has no num_hidden_layers",
+            {"model_type": "bert"},
+            "'bert' is not supported .it has an encoder, and Dovetail trains decoders",
         ),
         ({"hidden_size": None}, "hidden_size is None; it must be a whole number above 0"),
         ({"num_hidden_layers": "8"}, "num_hidden_layers is '8'"),
