@@ -2,7 +2,7 @@
 
 Each line of standard input is a scenario as JSON: {"name", "do", "world", ...}. `do` is "module.function" of
 `programs/`. Each of the `world` ranks calls the function in a process of its own. The ranks are forked, so that one
-import of torch serves all scenarios. An optional "patience" says after how many seconds ranks that all wait for the same are stuck.
+import of torch serves all scenarios. An optional "patience" says after how many seconds ranks that wait are stuck.
 
 A line of standard output is the answer: "statuses" of the ranks, "waits" (what each rank that was stuck waited for),
 "results" and "seconds". A scenario ends early when its ranks are stuck."""
