@@ -39,7 +39,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         [{"scenario": name, "world": w, "rank": r, "case": f"-{case}"} for r in range(w)] for name, w, case in ran
     ]
     command = [sys.executable, str(WORKER), str(folder), json.dumps(phases)]
-    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=3500)
+    helpers = {"PYTHONPATH": str(WORKER.parents[1])}
+    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1", **helpers}, check=True, timeout=3500)
     found = json.loads((folder / "statuses.json").read_text())
     if len(found) < len(phases) or any(s for phase in found for s in phase):
         logs = "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in folder.glob("*.log"))
