@@ -63,7 +63,8 @@ class Section:
         except subprocess.TimeoutExpired:
             print(f"{self.command} took longer than {seconds:.0f} s", file=sys.stderr)
             return None
-        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        # Libraries print dictionaries of Python, too.
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
         # A benchmark also exits with 1 where an aim was missed: the page says that.
         if done.returncode > 1 or (self.columns and not lines) or not done.stdout.strip():
             print(f"{self.command} exited with {done.returncode}", file=sys.stderr)
