@@ -143,6 +143,7 @@ def serve(env: ProcessEnv) -> None:
             self._receiver.connect(receive, deadline)
             (segment,) = receive.offer.segments
             channel = self._receiver._channels[segment.model, segment.index, segment.part]
+            channel.ready()
             if way == "raw":
                 size = max(message_bytes(b) for b in segment.buckets)
                 if self._receiver._buffers[0] is None or self._receiver._buffers[0].numel() < size:
