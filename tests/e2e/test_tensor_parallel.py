@@ -78,6 +78,16 @@ def assert_same_numbers(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]
             assert a["norms"][model] == pytest.approx(b["norms"][model], rel=1e-4)
 
 
+def assert_trained_alike(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> None:
+    assert_close(merged(ranks, "at_two"), merged([reference], "at_two"))
+    if "end" in ranks[0]:
+        assert_close(merged(ranks, "end"), merged([reference], "end"), AFTER_MORE_STEPS)
+    for rank in ranks:
+        assert rank["log"] == ranks[0]["log"], "ranks see different numbers"
+        assert_same_numbers(rank["log"], reference["log"][: len(rank["log"])])
+        assert rank["parts_agree"]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_passes_equal_the_whole_model_s(results: Results, family: str) -> None:
     for rank in results[2]:
@@ -90,13 +100,8 @@ def test_passes_equal_the_whole_model_s(results: Results, family: str) -> None:
 def test_training_equals_one_rank(results: Results, world: int, layout: str) -> None:
     reference = results[1][0]["1x1x1"]
     ranks = [rank[layout] for rank in results[world]]
-    assert_close(merged(ranks, "at_two"), merged([reference], "at_two"))
-    if "end" in ranks[0]:
-        assert_close(merged(ranks, "end"), merged([reference], "end"), AFTER_MORE_STEPS)
+    assert_trained_alike(ranks, reference)
     for rank in ranks:
-        assert rank["log"] == ranks[0]["log"], "ranks see different numbers"
-        assert_same_numbers(rank["log"], reference["log"][: len(rank["log"])])
-        assert rank["parts_agree"]
         assert rank.get("uneven", (True, True)) == (True, True)
         assert rank["peak_bytes"] < reference["peak_bytes"]
 
