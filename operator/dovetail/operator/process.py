@@ -5,7 +5,6 @@ kopf watches the RLHFJobs. It gets no finalizers, timers, daemons or annotations
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -29,6 +28,7 @@ from dovetail.operator.plan_worker import Planner
 from dovetail.operator.reconcile.children import Object
 from dovetail.protocol.http import serving
 from dovetail.protocol.process.endings import BAD_CONFIGURATION, cancel
+from dovetail.protocol.process.garbage import keep_what_is_here
 
 Observe = Callable[[Object, bool], Awaitable[None]]
 # The number of objects in one part of the first list. Each may have more than 1 MB, and takes many times that in
@@ -104,10 +104,7 @@ class ProbeHealth:
 
 async def run(settings: OperatorSettings) -> int:
     """Serve until SIGTERM or until the lease is lost."""
-    # The garbage collector skips what was imported, because it stays. It runs rarely, because data that is read from
-    # JSON has no cycles.
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
+    keep_what_is_here(10_000, older=20)  # data that is read from JSON has no cycles
     log_libraries()
     metrics, health = OperatorMetrics(), ProbeHealth(time.monotonic())
     stopped = asyncio.Event()

@@ -8,9 +8,9 @@ import gc
 YOUNGEST = 20_000
 
 
-def keep_what_is_here() -> None:
+def keep_what_is_here(youngest: int = YOUNGEST, older: int = 10) -> None:
     """Never look for garbage among the objects that there are, and less often among later ones. Call it when a process
     has what it keeps, such as modules and data. One look at these takes tenths of a second, and a process that begins
     thousands of tasks at once looks often."""
     gc.freeze()
-    gc.set_threshold(YOUNGEST, 10, 10)
+    gc.set_threshold(youngest, older, older)
