@@ -302,6 +302,14 @@ def test_a_run_is_extended_when_finished_when_failed_interrupted_moved_and_damag
     assert [c["field"] for c in summary(moved)["changes"]] == [e["field"] for e in events(moved, "run.changed")]
     (fallen,) = events(moved, "checkpoint.damaged")
     assert fallen["step"] == last["step"] > fallen["going_on_from_step"] >= 2
+    # As if the coordinator had been killed before the last iteration's checkpoint was written.
+    shutil.rmtree(moved / "checkpoints" / "ppo-000004")
+    before = max((moved / "checkpoints").glob("ppo-*"))
+    records = open_records(moved)
+    records.put("checkpoint/ppo", {"step": int(before.name.removeprefix("ppo-")), "path": f"checkpoints/{before.name}"})
+    records.close()
+    outcome, _ = run_job(more, moved, resume=True)
+    assert outcome.succeeded, outcome.reason
     for model in ("actor", "critic"):
         file = Path("models") / model / "model.safetensors"
         assert (moved / file).read_bytes() == (peaceful / file).read_bytes(), model

@@ -174,6 +174,7 @@ class PPOStage:
             if answered:
                 await self._evaluation.run(BEFORE_SFT)
             await self._evaluate(step)
+        self._save_if_due()
         self._records.timeline.begin()
 
     async def _answer_before_sft(self) -> bool:
@@ -349,9 +350,8 @@ class PPOStage:
                 self._records.progress.update(phase="weights")
                 await self._weights.publish(iteration)
             self._records.metrics.weight_version.set(iteration)
-        if iteration % self._spec.checkpoint.every_steps == 0:
-            # The trainers have nothing to do while the next iteration's samples are generated.
-            self._saving = asyncio.create_task(self._checkpoint(iteration))
+        # The trainers have nothing to do while the next iteration's samples are generated.
+        self._save_if_due()
         metrics = self._report.close(iteration, experience.arrays, measured, self._maker.facts.pop(iteration, {}))
         try:
             self._report.check(iteration)
@@ -384,6 +384,13 @@ class PPOStage:
         if untrue := self._report.untrue(iteration, metrics):
             self._maker.discard(iteration)
             self._report.check(iteration, untrue)
+
+    def _save_if_due(self) -> None:
+        """Start to write the checkpoint of this iteration if the job wants one and it is not there. It is also missing
+        after a crash before it was written, and if it was damaged."""
+        step = self._ranks.step
+        if step and step % self._spec.checkpoint.every_steps == 0 and self._ranks.checkpoint(Stage.PPO)[0] != step:
+            self._saving = asyncio.create_task(self._checkpoint(step))
 
     async def _checkpoint(self, iteration: int) -> None:
         started = clock.now()
@@ -446,3 +453,5 @@ class PPOStage:
             await self._ranks.export("ema", folder / "actor-ema")
         if has_critic(self._spec):
             await self._ranks.export("critic", folder / "critic")
+        self._save_if_due()
+        await self._saved()

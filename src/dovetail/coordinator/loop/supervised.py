@@ -87,6 +87,9 @@ async def run_supervised(stage: SupervisedStage, session: Ranks, records: KeyVal
             await stage.references(0)
         records.put(f"{name}/before", await session.evaluate(stage.eval_batches))
     while session.step < stage.steps:
+        # After a crash the checkpoint may not be written yet.
+        if session.step % (stage.checkpoint_every * STEPS_PER_CHECKPOINT_UNIT) == 0 and session.step:
+            await session.save()
         if stage.references is not None:
             await stage.references(session.step)
         if stage.schedules is not None:
@@ -96,8 +99,6 @@ async def run_supervised(stage: SupervisedStage, session: Ranks, records: KeyVal
         if stage.schedules is not None and session.step < stage.steps:
             stage.schedules.learn(result, stage.steps - session.step)
         hooks.on_step(stage.stage, session.step, stage.steps, result)
-        if session.step % (stage.checkpoint_every * STEPS_PER_CHECKPOINT_UNIT) == 0 and session.step < stage.steps:
-            await session.save()
     if stage.schedules is not None:
         await stage.schedules.close()
     after = await session.evaluate(stage.eval_batches, stage.demonstrations)
