@@ -190,12 +190,12 @@ def models_page(root: Path) -> str:
     proved = f"{len(MODEL_FAMILIES)} of {len(MODEL_FAMILIES) + len(REFUSED)} types"
     lines = [f"{proved}, proved on {MADE['date']} with {versions}:", ""]
     lines += [
-        "| `model_type` | transformers' class | tensor parallel training | what is special |",
-        "|---|---|---|---|",
+        "| `model_type` | transformers' class | tensor parallel | context parallel | what is special |",
+        "|---|---|---|---|---|",
     ]
     for kind, family in MODEL_FAMILIES.items():
-        shared = "yes" if family.splits else "no"
-        lines.append(f"| `{kind}` | {family.causal_lm} | {shared} | {', '.join(_special(family))} |")
+        tp, cp = ("yes" if shared else "no" for shared in (family.splits, family.packs))
+        lines.append(f"| `{kind}` | {family.causal_lm} | {tp} | {cp} | {', '.join(_special(family))} |")
     refused = ["| `model_type` | why |", "|---|---|", *(f"| `{kind}` | {why} |" for kind, why in REFUSED.items())]
     for name, table in (("types", lines), ("refused", refused)):
         before, _, rest = text.partition(f"<!-- {name} -->")

@@ -300,23 +300,27 @@ def judge(kind: str, scratch: Path) -> ModelFamily | str:
 
 def judged(kinds: list[str]) -> Iterator[tuple[str, ModelFamily | str]]:
     """Each type with its facts or the reason. Two ranks compute all copies at the end, because they start slowly."""
-    copies = {}
+    copies: dict[Path, ModelFamily] = {}
     with TemporaryDirectory() as scratch:
         for kind in kinds:
             place = Path(scratch, kind)
             with contextlib.redirect_stderr(io.StringIO()):
                 found = judge(kind, place)
             print(f"{kind}: {found if isinstance(found, str) else 'proved'}", flush=True)
-            if isinstance(found, ModelFamily) and found.splits:
+            if isinstance(found, ModelFamily) and (found.splits or found.packs):
                 copies[place / f"{found.forward}-{'packed' if found.packs else 'rows'}" / "copy"] = found
             else:
                 yield kind, found
-        for folder, why in (share(copies) if copies else {}).items():
-            family = copies[folder]
-            if why is not None:
+        tokens, layers = ({n: each for n, each in copies.items() if getattr(each, way)} for way in ("packs", "splits"))
+        unshared = share(tokens, "cp") if tokens else {}
+        differ = share(layers, "tp") if layers else {}
+        for folder, family in copies.items():
+            if (why := unshared.get(folder)) is not None:
+                yield family.name, f"ranks that share its tokens do not compute what one computes ({why})"
+                continue
+            if (why := differ.get(folder)) is not None:
                 print(f"{family.name}: two ranks: {why}", flush=True)
-                unshared = tuple(replace(part, split=None) for part in family.linears)
-                family = replace(family, linears=unshared)
+                family = replace(family, linears=tuple(replace(part, split=None) for part in family.linears))
             yield family.name, family
 
 

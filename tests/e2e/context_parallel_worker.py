@@ -47,6 +47,7 @@ def training(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[
     if world < 4:
         out |= base.full_training(engine, folder, key)
         out["both heads"] = one_model(engine, ref("llama", "lm+value"))
+        out["adapters"] = base.lora_training(groups, folder, key, ref("llama"))
         balanced = Engine(base.spec(EPS, models={"actor": {"routerAuxLossCoef": 0.1}}, **kind), groups)
         out["experts"] = one_model(balanced, ref("qwen3_moe"))
     else:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_tensor_parallel import assert_close, assert_same_numbers, assert_trained_alike, merged
+from test_tensor_parallel import AFTER_MORE_STEPS, assert_close, assert_same_numbers, assert_trained_alike, merged
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from helpers import nightly
@@ -82,6 +82,17 @@ def test_values_and_balanced_experts_train_as_on_one_rank(results: dict[str, lis
     for rank in results["training 2 0"] + results["training 2 1"]:
         assert_close(merged([rank[what]], "at_two"), merged([reference], "at_two"))
         assert_same_numbers(rank[what]["log"], reference["log"])
+
+
+def test_adapters_train_as_on_one_rank(results: dict[str, list[Any]]) -> None:
+    reference = results["training 1 0"][0]["adapters"]
+    start, end = (merged([reference], which) for which in ("start", "end"))
+    assert any((end[name] - start[name]).abs().max() > 1e-3 for name in end if "_proj" in name), "the adapters learn"
+    for rank in results["training 2 0"] + results["training 2 1"]:
+        assert_close(merged([rank["adapters"]], "end"), end, AFTER_MORE_STEPS)
+        assert_same_numbers(rank["adapters"]["log"], reference["log"])
+        assert rank["adapters"]["base_is_frozen"]
+        assert rank["adapters"]["replay_is_exact_0.0"]
 
 
 def test_forward_passes_and_replays_are_as_on_one_rank(results: dict[str, list[Any]]) -> None:

@@ -31,6 +31,7 @@ from helpers.jobs import (
     history,
     read_status,
     run_job,
+    same_weights,
     summary,
     tied_actor,
     tiny_job,
@@ -167,21 +168,26 @@ def test_grpo_on_a_reward_function_with_another_family(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_ranks_that_share_the_tokens_of_each_sequence(tmp_path: Path) -> None:
-    """All stages with cp 2: preferences, values of last tokens, advantages. Then as many ranks that share the batch."""
+    """All stages with cp 2: preferences, values of last tokens, advantages. Then as many ranks that share the batch.
+    Then cp 2 again, where a trainer dies between two checkpoints."""
     means = []
-    for cp in (2, 1):
+    killer = Injector([Fault("trainer-1", lambda status: status["stage"] == "ppo" and status["iteration"] >= 2)])
+    for name, cp, inject in (("tokens", 2, Injector([])), ("batch", 1, Injector([])), ("killed", 2, killer)):
         job = tiny_job(
-            ppo={"iterations": 2},
+            ppo={"iterations": 3},
             plan={"parallelism": {"actor": {"dp": 2, "cp": cp}}},
+            checkpoint={"everySteps": 100},
             **SMALLER,
         )
         assert check(job.spec) == []
-        outcome, _ = run_job(job, tmp_path / str(cp))
+        outcome, _ = run_job(job, tmp_path / name, inject)
         assert outcome.succeeded, outcome.reason
-        assert sorted(history(tmp_path / str(cp), "ppo")) == [1, 2]
-        means.append({stage: history(tmp_path / str(cp), stage)[1] for stage in ("sft", "reward", "ppo")})
+        assert sorted(history(tmp_path / name, "ppo")) == [1, 2, 3]
+        means.append({stage: history(tmp_path / name, stage)[1] for stage in ("sft", "reward", "ppo")})
     for stage, name in (("sft", "loss"), ("reward", "loss"), ("ppo", "policy_loss"), ("ppo", "value_loss")):
         assert means[0][stage][name] == pytest.approx(means[1][stage][name], rel=1e-3, abs=1e-5)
+    assert killer.killed == ["trainer-1"]
+    assert same_weights(tmp_path / "tokens", tmp_path / "killed") == []
 
 
 def test_a_loop_of_ones_own(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ def check(ctx: click.Context, name: str, as_json: bool) -> None:
     """Prove on a small copy that Dovetail computes a model rightly.
 
     It reads config.json and no weights. The copy has the model's kinds of layers and settings. Its stages, its packed
-    sequences, its gradients, its tensor-parallel ranks and its exported files must give what transformers gives. The
-    exit code is 1 if the model cannot be trained.
+    sequences, its gradients, ranks that share its layers or tokens, and its exported files must give what transformers
+    gives. It says which cp fit the model's heads. The exit code is 1 if the model cannot be trained.
 
     \b
       dovetail model check Qwen/Qwen3-8B

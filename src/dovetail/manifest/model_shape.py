@@ -166,9 +166,13 @@ class ModelShape:
     def split_problem(self, tp: int, model: str = "model") -> str | None:
         """Why `tp` tensor-parallel ranks cannot train a block of `model` together, and what to do, as the second half
         of a sentence. Each rank must get as many heads and as much of the MLP as the others. None if they can."""
-        if tp > 1 and (kind := MODEL_FAMILIES[self.family].unshared(self.use_qk_norm)) is not None:
+        family = MODEL_FAMILIES[self.family]
+        # Cohere's use_qk_norm gives each head norms with weights of its own.
+        normed = self.use_qk_norm and not family.head_norms
+        if tp > 1 and (normed or not family.splits):
+            kind = f"{self.family} models{' with use_qk_norm' if family.splits else ''}"
             return f"but layers of {kind}, such as the {model}, cannot be shared over ranks; set tp to 1"
-        inner = MODEL_FAMILIES[self.family].inner_field
+        inner = family.inner_field
         sizes = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, inner: self.intermediate}
         odd = next((field for field, size in sizes.items() if size % tp), None)
         return (
@@ -176,9 +180,19 @@ class ModelShape:
         )
 
     def share_problem(self, cp: int, tp: int = 1) -> str | None:
-        """Why `cp` context-parallel ranks cannot share the tokens of a pass (`ModelFamily.undivided`). None if they
-        can."""
-        return MODEL_FAMILIES[self.family].undivided(cp, self.heads // tp, self.kv_heads // tp)
+        """Why `cp` context-parallel ranks, each also one of `tp`, cannot share the tokens of a pass, and what to do, as
+        the second half of a sentence. Each rank must get as many heads as the others. A key head may be on several.
+        None if they can."""
+        heads, key_heads = self.heads // tp, self.kv_heads // tp
+        if cp == 1:
+            return None
+        if not MODEL_FAMILIES[self.family].packs:
+            return f"but layers of {self.family} models need whole sequences; set cp to 1"
+        if heads % cp:
+            return f"which does not divide its {heads} attention heads (of one tp rank); use a cp that does"
+        if key_heads % cp and cp % key_heads:
+            return f"which neither divides its {key_heads} key heads (of one tp rank) nor is a multiple; use another cp"
+        return None
 
     # ------------------------------------------------------------ parameters
 

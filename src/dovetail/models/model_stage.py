@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.manifest.model_shape import Head
+from dovetail.manifest.model_shape import Head, ModelShape
 from dovetail.models.config import ModelError, is_tied, without_dropout
 from dovetail.models.layers.expert_routing import replays
 from dovetail.models.layers.packing import LayerCalls, Packing, Past
@@ -155,9 +155,7 @@ class PipelineStage(nn.Module):
     def share_tokens(self, ranks: TokenRanks, tp: int = 1) -> None:
         """Compute the tokens of this one of `ranks`, on one of `tp` tensor-parallel ranks. Raises `ModelError` if the
         model's layers or heads do not allow it."""
-        heads = int(self.config.num_attention_heads)
-        key_heads = int(getattr(self.config, "num_key_value_heads", None) or heads)
-        if (why := self.family.undivided(ranks.size, heads // tp, key_heads // tp)) is not None:
+        if ranks.size > 1 and (why := ModelShape.of(self.config.to_dict()).share_problem(ranks.size, tp)) is not None:
             raise ModelError(f"cp is {ranks.size}, {why}")
         self.ranks = ranks
 

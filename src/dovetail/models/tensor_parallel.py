@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.model_shape import ModelShape
 from dovetail.models.config import ModelError
 from dovetail.models.layers.vocabulary import share_rows
 from dovetail.models.model_stage import PipelineStage
@@ -27,22 +27,10 @@ class TensorSplit(NamedTuple):
 NOTHING = TensorSplit({}, frozenset())
 
 
-def check_degree(config: Any, tp: int) -> None:
-    """Raise `ModelError` unless all `tp` ranks get the same number of heads and the same part of the MLP."""
-    family = MODEL_FAMILIES[config.model_type]
-    if tp > 1 and (kind := family.unshared(getattr(config, "use_qk_norm", False))) is not None:
-        raise ModelError(f"layers of {kind} cannot be shared over tensor-parallel ranks; set tp to 1")
-    inner = family.inner_field
-    for field in ("num_attention_heads", "num_key_value_heads", inner):
-        size = getattr(config, field, None)
-        if size is not None and size % tp:
-            raise ModelError(f"tp {tp} does not divide the model's {field}, {size}; use a tp that does")
-
-
 def split_stage(stage: PipelineStage, mesh: Any) -> TensorSplit:
     """Divide the layers and the vocabulary of `stage` over the ranks of `mesh`, which has one dimension. The stage is
     on the meta device. Call it before activation checkpointing and FSDP2. Parameters that are split become DTensors. It
-    does nothing for one rank. Raises `ModelError` (`check_degree`)."""
+    does nothing for one rank. Raises `ModelError` unless all ranks get as many heads and as much of the MLP."""
     if mesh.size() == 1:
         return NOTHING
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -53,7 +41,9 @@ def split_stage(stage: PipelineStage, mesh: Any) -> TensorSplit:
         parallelize_module,
     )
 
-    check_degree(stage.config, mesh.size())
+    tp = mesh.size()
+    if (why := ModelShape.of(stage.config.to_dict()).split_problem(tp)) is not None:
+        raise ModelError(f"tp is {tp}, {why}")
     frozen = {name for name, parameter in stage.named_parameters() if not parameter.requires_grad}
     here = Replicate()
     whole = PrepareModuleInput(input_layouts=(here,), desired_input_layouts=(here,), use_local_output=True)

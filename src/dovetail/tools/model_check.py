@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ from dovetail.manifest.model_families.family import layers_at
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.models import HuggingFaceWriter, ModelError, PipelineStage, build_stage, load_config
 from dovetail.models.derive import derive_family, differences, known, resized
+from dovetail.models.layers.token_ranks import TokenRanks
 from dovetail.models.source import in_files
-from dovetail.models.tensor_parallel import check_degree
 from dovetail.protocol.errors import last_line
 from dovetail.protocol.messages import ModelRef
 from dovetail.tools.doctor.finding import Finding, report
@@ -65,6 +66,8 @@ _SMALL = {
 _LENGTHS = (9, 13)
 _TOLERANCE = 2e-5  # of the largest number, in float32
 _MOST_LAYERS = 16
+# What two ranks share: "tp" the layers, "cp" the tokens.
+Degree = Literal["tp", "cp"]
 _PATIENCE = timedelta(seconds=DEADLINE)
 _FIELDS = {"tied": "tie_word_embeddings"}  # facts that are the defaults of these fields
 _MEND = f"use a model of another type: {', '.join(MODEL_FAMILIES)}"
@@ -89,7 +92,7 @@ def prove(
 ) -> list[Finding]:
     """Proves a model of `config`, transformers' configuration, in the empty folder `scratch`. One finding for each
     check, in order. A problem refuses the model. `family`: its facts, if they are not those of the table. `ranks`: also
-    start two processes for tensor parallelism. `stated`: the fields that config.json has, whose defaults do not
+    start two processes that share layers and tokens. `stated`: the fields that config.json has, whose defaults do not
     matter."""
     found = family or MODEL_FAMILIES[config.model_type]
     try:
@@ -196,7 +199,7 @@ class _Copy:
                 yield Finding(name, "problem", f"{wrong} ({type(error).__name__}: {last_line(error)})", _MEND)
                 return
         if ranks:
-            yield self.shared()
+            yield from self.shared()
         yield served(self.family)
 
     def attention(self) -> str:
@@ -284,19 +287,27 @@ class _Copy:
             raise _Differs(f"{counted:,} and {actual:,}")
         return "the planner counts its parameters"
 
-    def shared(self) -> Finding:
-        """Whether two ranks compute what one computes. A model that they cannot share still trains with tp 1."""
-        name = "tensor parallelism"
+    def shared(self) -> Iterator[Finding]:
+        """Whether two ranks that share the layers, or the tokens, compute what one computes. A model that they cannot
+        share still trains with tp 1 and cp 1."""
+        shape = ModelShape.of(self.whole.to_dict())
+        fit = [str(cp) for cp in range(2, shape.heads + 1) if shape.share_problem(cp) is None]
+        yield self._of_two("tp", "tensor parallelism", shape.split_problem(2))
+        found = self._of_two("cp", "context parallelism", None if fit else shape.share_problem(2))
+        if found.state == "ok":
+            found = replace(found, says=f"{found.says}; cp {', '.join(fit)} fit its heads")
+        yield found
+
+    def _of_two(self, degree: Degree, name: str, refused: str | None) -> Finding:
+        if refused is not None:
+            return Finding(name, "skipped", f"not proved: {degree} is 2, {refused}")
         try:
-            check_degree(self.whole, 2)
-            why = share({self.folder: self.family})[self.folder]
-        except ModelError as error:
-            return Finding(name, "skipped", f"not proved: {error}")
+            why = share({self.folder: self.family}, degree)[self.folder]
         except Exception as error:  # of the machine: what ranks find in a model is their answer
             return Finding(name, "skipped", f"two ranks cannot run here: {last_line(error)}")
         if why is None:
             return Finding(name, "ok", "2 ranks give the logits and gradients of 1")
-        return Finding(name, "warning", f"two ranks do not compute what one computes ({why})", "keep tp 1")
+        return Finding(name, "warning", f"two ranks do not compute what one computes ({why})", f"keep {degree} 1")
 
     def _write(self, stage: PipelineStage, head: Any) -> Path:
         folder: Path = self.export / head
@@ -373,55 +384,42 @@ def _pass(stages: Sequence[PipelineStage], tokens: Tensor, lengths: Sequence[int
     return torch.as_tensor(hidden)
 
 
-def share(copies: dict[Path, ModelFamily]) -> dict[Path, str | None]:
-    """Whether two tensor-parallel ranks compute what one computes, for small copies in these folders: by how much they
-    differ, or None. It starts two processes, which a third one forks that has made their imports."""
+def share(copies: dict[Path, ModelFamily], degree: Degree) -> dict[Path, str | None]:
+    """Whether two tensor-parallel ranks ("tp"), or two context-parallel ones ("cp"), compute what one computes, for
+    small copies in these folders: by how much they differ, or None. It starts two processes, which a third one forks
+    that has made their imports."""
     import multiprocessing.forkserver
 
     import torch.multiprocessing as processes
 
-    answers = next(iter(copies)).parent / "answers"
+    answers = next(iter(copies)).parent / f"answers-{degree}"
     answers.mkdir(exist_ok=True)
     multiprocessing.set_forkserver_preload([__spec__.name])
-    processes.start_processes(_rank, (copies, answers), nprocs=2, start_method="forkserver")
+    processes.start_processes(_rank, (copies, degree, answers), nprocs=2, start_method="forkserver")
     found = [torch.load(answers / str(rank)) for rank in range(2)]
     return {folder: found[0][str(folder)] or found[1][str(folder)] for folder in copies}
 
 
-def _rank(rank: int, copies: dict[Path, ModelFamily], answers: Path) -> None:
-    """One of two tensor-parallel ranks. It writes by how much each copy's logits or gradients differ from those of one
-    rank. It raises what torch.distributed says of the other rank."""
+def _rank(rank: int, copies: dict[Path, ModelFamily], degree: Degree, answers: Path) -> None:
+    """One of two ranks. It writes by how much each copy's logits or gradients differ from those of one rank. It raises
+    what torch.distributed says of the other rank."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from dovetail.models.build import fill, open_source
-    from dovetail.models.tensor_parallel import split_stage
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{answers}/meeting", rank=rank, world_size=2, timeout=_PATIENCE)
-    tokens = _tokens()
+    shared = _with_shared_layers if degree == "tp" else _with_shared_tokens
     found: dict[str, str | None] = {}
     for folder, family in copies.items():
         found[str(folder)] = None
         with known(family):
             ref = ModelRef(head="lm", path=str(folder))
             alone = _trained(build_stage(ref))
-            wanted = alone(tokens, _LENGTHS)
+            wanted = alone(_tokens(), _LENGTHS)
             _loss(wanted).backward()
             try:
-                stage = PipelineStage(load_config(ref), "lm")
-                split = split_stage(stage, init_device_mesh("cpu", (2,)))
-                stage.to_empty(device="cpu")
-                fill(stage, open_source(ref, stage), {name: name for name, _ in stage.named_parameters()})
-                stage.place_buffers("cpu")
-                logits = stage(tokens, _LENGTHS)
-                _equal(logits, wanted, "")
-                _loss(logits).backward()
-                gradients = {name: _whole(p.grad) for name, p in stage.named_parameters() if p.grad is not None}
-                for name in sorted(split.partial & set(gradients)):
-                    dist.all_reduce(gradients[name])
-                of_one = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
-                _all_equal(gradients, of_one, "")
+                logits, gradients, own = shared(ref)
+                _equal(logits, wanted[:, own], "")
+                _all_equal(gradients, _gradients(alone), "")
             except Exception as error:  # both ranks raise what the model does, because they run the same code
                 # gloo's own errors are often plain RuntimeErrors that name its file.
                 if isinstance(error, dist.DistError) or "gloo" in str(error):
@@ -429,6 +427,47 @@ def _rank(rank: int, copies: dict[Path, ModelFamily], answers: Path) -> None:
                 found[str(folder)] = last_line(error)
     torch.save(found, answers / str(rank))
     dist.destroy_process_group()
+
+
+def _with_shared_layers(ref: ModelRef) -> tuple[Tensor, dict[str, Tensor], slice]:
+    """The logits and gradients of two tensor-parallel ranks, and of which tokens they are."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from dovetail.models.build import fill, open_source
+    from dovetail.models.tensor_parallel import split_stage
+
+    stage = PipelineStage(load_config(ref), "lm")
+    split = split_stage(stage, init_device_mesh("cpu", (2,)))
+    stage.to_empty(device="cpu")
+    fill(stage, open_source(ref, stage), {name: name for name, _ in stage.named_parameters()})
+    stage.place_buffers("cpu")
+    logits = stage(_tokens(), _LENGTHS)
+    _loss(logits).backward()
+    gradients = _gradients(stage)
+    for name in sorted(split.partial & set(gradients)):
+        dist.all_reduce(gradients[name])
+    return logits, gradients, slice(None)
+
+
+def _with_shared_tokens(ref: ModelRef) -> tuple[Tensor, dict[str, Tensor], slice]:
+    """The logits and gradients of two context-parallel ranks, and of which tokens the logits are."""
+    import torch.distributed as dist
+
+    ranks, tokens = TokenRanks(dist.group.WORLD), _tokens()
+    own = ranks.own(tokens.shape[1])
+    stage = _trained(build_stage(ref))
+    stage.share_tokens(ranks)
+    logits = stage(tokens[:, own], _LENGTHS)
+    _loss(logits).backward()
+    gradients = _gradients(stage)
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return logits, gradients, own
+
+
+def _gradients(stage: PipelineStage) -> dict[str, Tensor]:
+    return {name: _whole(p.grad) for name, p in stage.named_parameters() if p.grad is not None}
 
 
 def _whole(gradient: Any) -> Tensor:

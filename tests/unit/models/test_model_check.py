@@ -22,6 +22,7 @@ from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import ScratchModel
 from dovetail.models import HuggingFaceWriter, build_stage, derive, tensor_parallel
 from dovetail.models.derive import derive_family, differences, known, resized, usual_config, whole_model
+from dovetail.models.layers.token_ranks import TokenRanks
 from dovetail.protocol.messages import ModelRef
 from dovetail.tools import model_check
 from dovetail.tools.model_check import prove, prove_model, served, share, small_copy
@@ -72,7 +73,7 @@ def test_the_table_holds_what_transformers_says(kind: str) -> None:
     "kind", [pytest.param(k, marks=() if k in SOME else pytest.mark.nightly) for k in sorted(MODEL_FAMILIES)]
 )
 def test_a_family_of_the_table_passes(kind: str, tmp_path: Path) -> None:
-    """Nightly with two tensor-parallel ranks, which start slowly."""
+    """Nightly with two ranks that share layers or tokens, which start slowly."""
     found = prove(config_of(kind), tmp_path, ranks=kind not in SOME)
     assert [f.says for f in found if f.state in ("problem", "warning")] == []
     checks = {f.check for f in found}
@@ -115,7 +116,7 @@ def test_layers_that_hand_no_packing_on_are_trained_as_rows_or_refused(tmp_path:
         ("cohere", {"use_qk_norm": True}, "cohere models with use_qk_norm"),  # Command R+
     ],
 )
-def test_models_that_two_ranks_cannot_share_train_on_one(
+def test_models_whose_layers_two_ranks_cannot_share_train_on_one(
     kind: str, changes: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     fields = COMMON | FAMILIES.get(kind, {"intermediate_size": 48}) | changes
@@ -123,6 +124,29 @@ def test_models_that_two_ranks_cannot_share_train_on_one(
     assert [f.says for f in found.values() if f.state in ("problem", "warning")] == []
     assert found["tensor parallelism"].state == "skipped"
     assert why in found["tensor parallelism"].says
+    assert found["context parallelism"].state == "ok"
+
+
+def _rank_of_other_heads(*arguments: Any) -> None:
+    exchanged = TokenRanks.to_heads
+    TokenRanks.to_heads = lambda ranks, values, total: exchanged(ranks, values.flip(1), total)  # type: ignore[method-assign]
+    model_check._rank(*arguments)
+
+
+def test_ranks_that_give_tokens_the_attention_of_other_heads_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_check, "_rank", _rank_of_other_heads)
+    found = {f.check: f for f in prove(config_of("llama", **COMMON, **FAMILIES["llama"]), tmp_path)}
+    assert found["tensor parallelism"].state == "ok"
+    assert found["context parallelism"].state == "warning"
+    assert "off by" in found["context parallelism"].says
+    assert found["context parallelism"].mend == "keep cp 1"
+
+
+def test_layers_of_whole_sequences_keep_their_tokens(tmp_path: Path) -> None:
+    found = {f.check: f for f in prove(config_of("mamba2"), tmp_path)}
+    assert "layers of mamba2 models need whole sequences; set cp to 1" in found["context parallelism"].says
 
 
 @pytest.mark.parametrize(
@@ -134,7 +158,7 @@ def test_two_ranks_that_fail_refuse_no_model(
 ) -> None:
     """Nor does a machine that cannot start them."""
 
-    def share(copies: dict[Path, Any]) -> dict[Path, str]:
+    def share(copies: dict[Path, Any], degree: str) -> dict[Path, str]:
         if isinstance(answer, Exception):
             raise answer
         return dict.fromkeys(copies, answer)
@@ -142,31 +166,32 @@ def test_two_ranks_that_fail_refuse_no_model(
     monkeypatch.setattr("dovetail.tools.model_check.share", share)
     found = prove(config_of("llama", **COMMON, **FAMILIES["llama"]), tmp_path)
     assert found[-1].check == "vLLM"
-    two = next(f for f in found if f.check == "tensor parallelism")
-    assert two.state == state
-    assert says in two.says
+    twos = [f for f in found if f.check in ("tensor parallelism", "context parallelism")]
+    assert [two.state for two in twos] == [state] * 2
+    assert all(says in two.says for two in twos)
 
 
-def _lonely_rank(rank: int, copies: dict[Path, Any], answers: Path) -> None:
+def _lonely_rank(rank: int, *others: Any) -> None:
     """Rank 1 fails by itself and ends, and rank 0 waits for it."""
     if rank == 1:
         tensor_parallel.split_stage = lambda *_: [][0]
-    model_check._rank(rank, copies, answers)
+        TokenRanks.own = lambda *_: [][0]  # type: ignore[method-assign]
+    model_check._rank(rank, *others)
 
 
 def test_a_rank_that_loses_its_peer_says_nothing_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     share = model_check.share
 
-    def lonely(copies: dict[Path, Any]) -> dict[Path, str | None]:
+    def lonely(copies: dict[Path, Any], degree: model_check.Degree) -> dict[Path, str | None]:
         with monkeypatch.context() as patch:
             patch.setattr(model_check, "_rank", _lonely_rank)
-            return share(copies)
+            return share(copies, degree)
 
     monkeypatch.setattr(model_check, "share", lonely)
     found = {f.check: f for f in prove(config_of("llama", **COMMON, **FAMILIES["llama"]), tmp_path)}
-    two = found["tensor parallelism"]
-    assert two.state == "skipped"
-    assert "two ranks cannot run here: " in two.says
+    for two in (found["tensor parallelism"], found["context parallelism"]):
+        assert two.state == "skipped"
+        assert "two ranks cannot run here: " in two.says
 
 
 def test_a_gradient_that_ranks_must_add_up_and_do_not_is_found(tmp_path: Path) -> None:
@@ -174,7 +199,7 @@ def test_a_gradient_that_ranks_must_add_up_and_do_not_is_found(tmp_path: Path) -
     config = config_of("qwen3", **COMMON, **FAMILIES["qwen3"])
     prove(config, tmp_path, ranks=False)
     copy, family = tmp_path / "copy", MODEL_FAMILIES["qwen3"]
-    assert "off by" in str(share({copy: replace(family, head_norms={})})[copy])
+    assert "off by" in str(share({copy: replace(family, head_norms={})}, "tp")[copy])
 
 
 def test_a_default_of_another_transformers_matters_only_where_the_model_leaves_it_out(tmp_path: Path) -> None:
@@ -309,7 +334,9 @@ def test_the_command_proves_a_folder_and_refuses_another(tmp_path: Path) -> None
     done = CliRunner().invoke(cli, ["model", "check", str(tmp_path / "good"), "--json"])
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
-    assert {f["check"]: f["state"] for f in told["findings"]}["tensor parallelism"] == "ok"
+    found = {f["check"]: f for f in told["findings"]}
+    assert found["tensor parallelism"]["state"] == found["context parallelism"]["state"] == "ok"
+    assert "cp 2, 4 fit its heads" in found["context parallelism"]["says"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": "youtu"}))
     done = CliRunner().invoke(cli, ["model", "check", str(tmp_path / "other")])

@@ -255,27 +255,6 @@ class ModelFamily:
         """Whether each layer has experts that replay and the load-balancing loss know."""
         return self.experts is not None and self.experts.softmax and self.experts.dense is None
 
-    def unshared(self, use_qk_norm: bool) -> str | None:
-        """Names these models if tensor-parallel ranks cannot share their layers. Cohere's `use_qk_norm` gives each head
-        norms with weights of its own."""
-        if not self.splits:
-            return f"{self.name} models"
-        return f"{self.name} models with use_qk_norm" if use_qk_norm and not self.head_norms else None
-
-    def undivided(self, cp: int, heads: int, key_heads: int) -> str | None:
-        """Why `cp` context-parallel ranks cannot share the tokens of a pass, and what to do, as the second half of a
-        sentence. `heads` and `key_heads` are those of a tensor-parallel rank. Each rank must get as many heads as the
-        others. A key head may be on several. None if they can."""
-        if cp == 1:
-            return None
-        if not self.packs:
-            return f"but layers of {self.name} models need whole sequences; set cp to 1"
-        if heads % cp:
-            return f"which does not divide its {heads} attention heads (of one tp rank); use a cp that does"
-        if key_heads % cp and cp % key_heads:
-            return f"which neither divides its {key_heads} key heads (of one tp rank) nor is a multiple; use another cp"
-        return None
-
     def windowed(self, config: Mapping[str, Any]) -> int:
         """The number of layers of a `config.json` that attend only to `sliding_window` tokens."""
         layers = int(config.get("num_hidden_layers", self.defaults["num_hidden_layers"]))
