@@ -17,14 +17,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "calculator"
+PAGE = ROOT / "docs" / "calculator"
 PYODIDE = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 PLATFORM = ("--platform", "pyemscripten_2026_0_wasm32", "--python-version", "314", "--only-binary=:all:")
 PURE = ("annotated_types", "pydantic", "typing_extensions", "typing_inspection", "yaml")
 IMPORTED = """
-import sys, yaml, dovetail.planner.calculator
+import sys, yaml
+sys.path.insert(0, sys.argv[1])
+import answers.form
 for name in (each.partition(".")[0] for each in list(sys.modules)):
     assert name not in ("numpy", "numba", "torch", "cel_expr_python"), name
-print("\\n".join(m.__file__ for n, m in sys.modules.items() if n.startswith("dovetail.") and m.__file__))
+print("\\n".join(m.__file__ for n, m in sys.modules.items() if n.split(".")[0] in ("dovetail", "answers") and m.__file__))
 """
 
 
@@ -83,10 +86,10 @@ def sources() -> Iterator[tuple[Path, Path]]:
         single = packages / f"{name}.py"
         for path in [single] if single.exists() else sorted((packages / name).rglob("*.py")):
             yield path, path.relative_to(packages)
-    files = [Path(line) for line in run([sys.executable, "-c", IMPORTED], "the import of the planner").split()]
+    files = [Path(line) for line in run([sys.executable, "-c", IMPORTED, PAGE], "the import of the planner").split()]
     data = [path for folder in {file.parent for file in files} for path in folder.iterdir()]
     for path in sorted({*files, *(path for path in data if path.suffix in (".toml", ".json"))}):
-        yield path, path.relative_to(ROOT / "src")
+        yield path, path.relative_to(PAGE if path.is_relative_to(PAGE) else ROOT / "src")
 
 
 def gather(site: Path) -> None:

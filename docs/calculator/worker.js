@@ -16,7 +16,7 @@ async function begin() {
   python.unpackArchive(planner, "zip", { extractDir: python.runPython("import sysconfig; sysconfig.get_path('purelib')") });
   python.runPython(`
 import json, yaml
-from dovetail.planner.calculator import answer
+from answers.form import answer
 
 def ask(form):
     found = answer(json.loads(form))

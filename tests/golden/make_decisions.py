@@ -99,7 +99,7 @@ def recommended(search: Callable[[], Chosen], play: bool = False) -> Record:
         return digest(str(error))
     played = []
     if play:
-        from dovetail.planner.simulated_iteration import simulate
+        from dovetail.cli.simulated_iteration import simulate
 
         work = chosen.costs.work
         prompts, responses = work.prompt.quantiles(work.batch), work.response.quantiles(work.batch)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dovetail.cli.simulated_iteration import Simulated
+from dovetail.cli.simulated_iteration import simulate as played
 from dovetail.planner.candidate import Candidate
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.seconds import Estimate, GPUCosts
-from dovetail.planner.simulated_iteration import Simulated
-from dovetail.planner.simulated_iteration import simulate as played
 from dovetail.planner.workload import Workload
 
 

@@ -12,10 +12,10 @@ from dovetail.cli.common.plan_tables import (
     placement_name,
     task_name,
 )
+from dovetail.cli.simulated_iteration import Simulated, simulate
 from dovetail.coordinator.reporting.page.iteration_timeline import BARS
 from dovetail.coordinator.reporting.page.page_documents import plan_page
 from dovetail.planner.planned_job import Chosen
-from dovetail.planner.simulated_iteration import Simulated, simulate
 from dovetail.protocol.prediction import Prediction
 
 # With more GPUs than this, one GPU of each kind is shown. GPUs with the same tasks look the same.

@@ -1,8 +1,8 @@
 """The model of time: the seconds of an iteration of a candidate on GPUs, in closed form, with one set of constants. The
 search asks for them thousands of times, so figures that it asks for repeatedly are cached.
 
-Figures that a run or `dovetail profile` has measured take precedence. `simulated_iteration.py` plays the same iteration
-event by event, and a test compares the two. Symbols: F is the peak FLOP/s of the dtype, W the memory's bytes
+Figures that a run or `dovetail profile` has measured take precedence. `dovetail.cli.simulated_iteration` plays the same
+iteration event by event, and a test compares the two. Symbols: F is the peak FLOP/s of the dtype, W the memory's bytes
 per second, b the bytes of a number, and p the parameters. tp GPUs share one server or pipeline stage."""
 
 from __future__ import annotations

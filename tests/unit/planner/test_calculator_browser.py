@@ -21,11 +21,14 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 from dovetail.cli.main import cli
 from dovetail.manifest.model_shape import ModelShape
-from dovetail.planner.calculator import answer
 from helpers.example_jobs import hub_configs
 from helpers.patience import PATIENCE
 
 ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "docs" / "calculator"))
+
+from answers.form import answer  # noqa: E402
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CONFIG = hub_configs("hh-rlhf")["actor"]
 FORM = {

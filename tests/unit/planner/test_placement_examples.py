@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import yaml
 
+from dovetail.cli import simulated_iteration as simulated
+from dovetail.cli.simulated_iteration import simulate
 from dovetail.fusion.lengths import Lengths
 from dovetail.manifest.types import RLHFJob
-from dovetail.planner import simulated_iteration as simulated
 from dovetail.planner.placements import place
 from dovetail.planner.planned_job import PlannedJob
-from dovetail.planner.simulated_iteration import simulate
 from helpers.example_jobs import EXAMPLES, hub_configs, recommended
 
 ITERATIONS = 6

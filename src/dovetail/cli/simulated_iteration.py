@@ -1,5 +1,5 @@
-"""Simulates an iteration of a candidate event by event: generation and inference (`simulated_rollout.py`), and then
-every pass of every trainer rank, with the samples' own lengths."""
+"""Simulates an iteration of a candidate event by event: generation and inference
+(`dovetail.planner.simulated_rollout`), and then every pass of every trainer rank, with the samples' own lengths."""
 
 from __future__ import annotations
 

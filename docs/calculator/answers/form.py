@@ -1,4 +1,4 @@
-"""Answers the form of the documentation's calculator (docs/calculator.md), which runs in a browser: the best placement
+"""Answers the form of docs/calculator.md: the best placement
 of a job on some GPUs, the manifest with that placement, and what `dovetail plan` says of the manifest."""
 
 from __future__ import annotations
@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from answers.peers import settings
 from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import API_VERSION, KIND
 from dovetail.planner.inventory import InventoryError, read
 from dovetail.planner.make_plan import PlanError, make_plan
-from dovetail.planner.peers import settings
 from dovetail.planner.placements import Unknown, fragment, recommend
 from dovetail.planner.planned_job import ConfigError, Infeasible
 
