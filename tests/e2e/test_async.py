@@ -29,6 +29,7 @@ from helpers.jobs import (
     read_status,
     run_job,
     same_weights,
+    since_phase,
     stored_samples,
     summary,
     tiny_job,
@@ -161,11 +162,11 @@ def disturbances(how: signal.Signals, apart: int = 1) -> list[Fault]:
     """Of each process, while the trainers learn from one iteration and the next one's samples are made. Two faults are
     so many iterations `apart`."""
     return [
-        Fault("rollouts-1", in_phase("training", apart), child=True, signal=how),
-        Fault("coordinator", in_phase("training", 2 * apart), signal=how),
-        Fault("trainer-1", in_phase("training", 3 * apart), signal=how),
-        Fault("rollouts-0-scorer", in_phase("training", 3 * apart), signal=how),
-        Fault("trainer-0", in_phase("training", 4 * apart), signal=how),
+        Fault("rollouts-1", since_phase("training", apart), child=True, signal=how),
+        Fault("coordinator", since_phase("training", 2 * apart), signal=how),
+        Fault("trainer-1", since_phase("training", 3 * apart), signal=how),
+        Fault("rollouts-0-scorer", since_phase("training", 3 * apart), signal=how),
+        Fault("trainer-0", since_phase("training", 4 * apart), signal=how),
     ]
 
 

@@ -27,10 +27,12 @@ from helpers.jobs import (
     Injector,
     events,
     history,
-    in_phase,
+    in_iteration,
+    in_stage,
     run_job,
     same_weights,
     sample_rows,
+    since_phase,
     summary,
     tiny_job,
     untrained,
@@ -173,16 +175,8 @@ def without_times(row: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if name != "seconds"}
 
 
-def in_stage(stage: str, step: int) -> Any:
-    return lambda s: s["stage"] == stage and s["step"] >= step
-
-
-def in_iteration(iteration: int) -> Any:
-    return lambda s: bool(s["stage"] == "ppo" and s["iteration"] >= iteration)
-
-
 def before_sft(status: Any) -> bool:
-    return "with the model before SFT" in status["message"]
+    return "with the model before SFT" in status["message"] or in_iteration(1)(status)
 
 
 def test_killing_every_process_costs_nothing_but_time(tmp_path: Path, peaceful: Path) -> None:
@@ -192,13 +186,13 @@ def test_killing_every_process_costs_nothing_but_time(tmp_path: Path, peaceful: 
         Fault("coordinator", in_stage("sft", 10)),
         Fault("trainer-0", in_stage("reward", 5)),
         Fault("coordinator", before_sft),
-        Fault("rollouts-0", in_phase("generation", 1)),
-        Fault("rollouts-1-scorer", in_phase("generation", 2)),
-        Fault("coordinator", in_phase("generation", 2)),
-        Fault("trainer-1", in_phase("training", 2)),
-        Fault("coordinator", in_phase("evaluation", 2)),
+        Fault("rollouts-0", since_phase("generation", 1)),
+        Fault("rollouts-1-scorer", since_phase("generation", 2)),
+        Fault("coordinator", since_phase("generation", 2)),
+        Fault("trainer-1", since_phase("training", 2)),
+        Fault("coordinator", since_phase("evaluation", 2)),
         Fault("trainer-0", in_iteration(2)),
-        Fault("rollouts-1", in_phase("generation", 3), child=True),
+        Fault("rollouts-1", since_phase("generation", 3), child=True),
     ]
     injector = Injector(faults)
     patient = job(checkpoint={"everySteps": 100}, failurePolicy={"maxRestarts": 30})
@@ -226,10 +220,10 @@ def test_what_freezes_for_good_is_replaced(tmp_path: Path, peaceful: Path) -> No
     frozen = [
         ("forker", False, in_stage("sft", 4)),
         ("coordinator", False, in_stage("reward", 4)),
-        ("rollouts-0", False, in_phase("generation", 1)),
-        ("rollouts-0", True, in_phase("generation", 2)),
-        ("trainer-1", False, in_phase("training", 2)),
-        ("rollouts-0-scorer", False, in_phase("generation", 3)),
+        ("rollouts-0", False, since_phase("generation", 1)),
+        ("rollouts-0", True, since_phase("generation", 2)),
+        ("trainer-1", False, since_phase("training", 2)),
+        ("rollouts-0-scorer", False, since_phase("generation", 3)),
     ]
     faults = [Fault(name, when, child, signal=signal.SIGSTOP) for name, child, when in frozen]
     groups = [

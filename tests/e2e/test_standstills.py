@@ -114,7 +114,7 @@ def test_the_sentence_names_what_stands_still(tmp_path: Path, monkeypatch: pytes
     spec["models"]["reward"] = {"function": "hangs:score", "workers": 1, "timeoutSeconds": 3600}
     spec["evaluation"] = {"heldOut": 0}
     spec["sft"]["steps"] = 4
-    spec["ppo"] |= {"iterations": 8, "advantage": "grpo", "samplesPerPrompt": 4, "loss": "hangs:loss"}
+    spec["ppo"] |= {"iterations": 12, "advantage": "grpo", "samplesPerPrompt": 4, "loss": "hangs:loss"}
     del spec["ppo"]["criticOptimizer"]
     spec["groups"][1]["replicas"] = 1
     spec["failurePolicy"]["peerTimeoutSeconds"] = int(PATIENCE)

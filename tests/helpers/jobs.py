@@ -151,6 +151,24 @@ def in_phase(phase: str, iteration: int) -> Callable[[dict[str, Any]], bool]:
     return lambda s: s["stage"] == "ppo" and s["phase"] == phase and s["iteration"] >= iteration
 
 
+def since_phase(phase: str, iteration: int) -> Callable[[dict[str, Any]], bool]:
+    """`in_phase`, or any later iteration: on a machine that stands still now and then, nobody may look in a phase."""
+    here = in_phase(phase, iteration)
+    return lambda s: here(s) or in_iteration(iteration + 1)(s)
+
+
+def in_iteration(iteration: int) -> Callable[[dict[str, Any]], bool]:
+    """Whether a status is of this iteration of PPO or a later one."""
+    return lambda s: bool(s["stage"] == "ppo" and s["iteration"] >= iteration)
+
+
+def in_stage(stage: str, step: int) -> Callable[[dict[str, Any]], bool]:
+    """Whether a status is of this step of SFT or reward training, or of a later time."""
+    stages = ["sft", "reward", "ppo"]
+    later = stages[stages.index(stage) + 1 :]
+    return lambda s: s["stage"] in later or (s["stage"] == stage and s["step"] >= step)
+
+
 @dataclass
 class Watcher:
     """Looks at a job in a thread of its own, every `period` seconds, from the launcher's first call on: a phase of a
