@@ -199,8 +199,14 @@ def test_adapters_train_as_on_one_rank(results: Results, folder: Path, world: in
 
 def test_what_cannot_be_split_is_refused(results: Results) -> None:
     for rank in results[2]:
-        assert "tp 2 does not divide the model's num_key_value_heads, 1" in rank["refused"]["num_key_value_heads"]
-        assert "tp 2 does not divide the model's intermediate_size, 47" in rank["refused"]["intermediate_size"]
+        assert (
+            "tp is 2, which does not divide its num_key_value_heads, 1 of the model"
+            in rank["refused"]["num_key_value_heads"]
+        )
+        assert (
+            "tp is 2, which does not divide its intermediate_size, 47 of the model"
+            in rank["refused"]["intermediate_size"]
+        )
         assert "models.actor.lora.dropout" in rank["refused"]["lora"]
 
 
