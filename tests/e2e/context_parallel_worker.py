@@ -69,9 +69,9 @@ def one_model(engine: Engine, actor: ModelRef) -> dict[str, Any]:
     return {"log": log, "at_two": base.weights(engine)}
 
 
-def halves(engine: Engine) -> dict[str, Any]:
+def halves(engine: Engine, actor: ModelRef | None = None) -> dict[str, Any]:
     """Weights after two steps with backwards in two halves."""
-    engine.load(base.load_command())
+    engine.load(base.load_command(actor=actor))
     for step in (1, 2):
         work = {n: base.micro_batches(m.head, step, m.dp_rank, m.dp_size) for n, m in engine.models.items()}
         actions = [

@@ -197,8 +197,10 @@ def training(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[
     return out
 
 
-def full_training(engine: Engine, folder: Path, key: str, zero3: bool = False) -> dict[str, Any]:
-    engine.load(load_command(zero3=zero3))
+def full_training(
+    engine: Engine, folder: Path, key: str, zero3: bool = False, actor: ModelRef | None = None
+) -> dict[str, Any]:
+    engine.load(load_command(actor=actor, zero3=zero3))
     log = train(engine, range(1, 3))
     path = folder / f"checkpoint-{key}"
     engine.save(path)
@@ -213,12 +215,12 @@ def full_training(engine: Engine, folder: Path, key: str, zero3: bool = False) -
     out["parts_agree"] = parts_agree(engine)
 
     for name, again in (("replay_is_exact", []), ("recompute_is_exact", ["actor", "critic"])):
-        engine.load(load_command(str(path), zero3=zero3).model_copy(update={"recompute": again}))
+        engine.load(load_command(str(path), actor, zero3).model_copy(update={"recompute": again}))
         assert engine.step == 2
         train(engine, range(3, 5))
         out[name] = same(end, shards(engine))
 
-    engine.load(load_command(zero3=zero3))
+    engine.load(load_command(actor=actor, zero3=zero3))
     out["schedule_is_free"] = train(engine, range(1, 5), interleaved=True) == log and same(end, shards(engine))
     return out
 

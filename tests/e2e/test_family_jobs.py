@@ -14,7 +14,7 @@ from dovetail.manifest.checks.rules import check
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models import build_stage
 from dovetail.protocol.messages import ModelRef
-from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, tiny_job
+from helpers.jobs import SMALLER, Fault, Injector, events, history, run_job, same_weights, tiny_job
 
 pytestmark = pytest.mark.slow
 
@@ -276,6 +276,36 @@ def test_a_job_learns_and_samples_alike(family: str, vllm_args: tuple[str, ...],
     with torch.no_grad():
         learnt = build_stage(ModelRef(head="lm", path=str(folder)))(tokens)
         torch.testing.assert_close(model(tokens).logits, learnt, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("sharding", ["Auto", "Always"])
+def test_ranks_that_divide_the_experts(sharding: str, tmp_path: Path) -> None:
+    """All stages with ep 2. Then ranks that each have all experts. Then ep 2 again, where a trainer dies between two
+    checkpoints."""
+    means = []
+    killer = Injector([Fault("trainer-1", lambda status: status["stage"] == "ppo" and status["iteration"] >= 2)])
+    for name, ep, inject in (("experts", 2, Injector([])), ("whole", 1, Injector([])), ("killed", 2, killer)):
+        job = tiny_job(
+            models={"actor": {"source": {"scratch": {"architecture": "qwen3_moe", "config": KINDS["qwen3_moe"][1]}}}},
+            ppo={"iterations": 3, "routingReplay": True},
+            plan={"parallelism": {"actor": {"dp": 2, "ep": ep}}, "sharding": sharding},
+            checkpoint={"everySteps": 100},
+            **SMALLER,
+        )
+        assert check(job.spec) == []
+        outcome, _ = run_job(job, tmp_path / name, inject)
+        assert outcome.succeeded, outcome.reason
+        rows = history(tmp_path / name, "ppo")
+        assert sorted(rows) == [1, 2, 3]
+        for row in rows.values():
+            assert row["routing_unknown"] == 0
+            assert row["mismatch_abs"] < 1e-4, "rollouts got other weights"
+        means.append({stage: history(tmp_path / name, stage)[1] for stage in ("sft", "reward", "ppo")})
+    for stage, name in (("sft", "loss"), ("reward", "loss"), ("ppo", "policy_loss"), ("ppo", "value_loss")):
+        assert means[0][stage][name] == pytest.approx(means[1][stage][name], rel=1e-3, abs=1e-5)
+    assert killer.killed == ["trainer-1"]
+    assert same_weights(tmp_path / "experts", tmp_path / "killed") == []
 
 
 @pytest.mark.nightly

@@ -590,6 +590,14 @@ RULES = [
         "spec.plan.parallelism.actor.cp is 4, which does not divide its 2 data-parallel ranks (those of one pipeline",
     ),
     (
+        {"plan.parallelism": {"actor": {"dp": 2, "ep": 4}}},
+        "spec.plan.parallelism.actor.ep is 4, which does not divide its 2 data-parallel ranks",
+    ),
+    (
+        {"plan.parallelism": {"actor": {"dp": 4}, "critic": {"dp": 4, "ep": 3}}, "groups.0.replicas": 4},
+        "spec.plan.parallelism.critic.ep is 3, which does not divide its 4 data-parallel ranks",
+    ),
+    (
         {"plan.parallelism": {"actor": {"dp": 2}, "critic": {"dp": 2, "cp": 3}}},
         "spec.plan.parallelism.critic.cp is 3, which does not divide its 2 data-parallel ranks",
     ),

@@ -194,12 +194,25 @@ class ModelShape:
             return f"which neither divides its {key_heads} key heads (of one tp rank) nor is a multiple; use another cp"
         return None
 
+    def deal_problem(self, ep: int) -> str | None:
+        """Why `ep` expert-parallel ranks cannot divide the experts of a layer, and what to do, as the second half of a
+        sentence. Each rank must get as many as the others. None if they can."""
+        family = MODEL_FAMILIES[self.family]
+        if ep == 1:
+            return None
+        if family.experts is None and not family.matrices:
+            return f"but layers of {self.family} models have no experts that ranks can divide; set ep to 1"
+        if self.experts % ep:
+            return f"which does not divide the {self.experts} experts of a layer; use an ep that does"
+        return None
+
     # ------------------------------------------------------------ parameters
 
     @lru_cache(maxsize=4096)  # noqa: B019  the search of a placement asks for it a hundred thousand times
-    def layer_parameters(self, tp: int = 1) -> int:
+    def layer_parameters(self, tp: int = 1, ep: int = 1) -> int:
         """The parameters of a block on one of `tp` tensor-parallel ranks: a part of the linear layers, and all norms.
-        vLLM also shares the inner width of the experts. Trainers don't share layers with experts (`split_problem`)."""
+        vLLM also shares the inner width of the experts. Trainers don't share layers with experts (`split_problem`), but
+        `ep` of them divide the experts."""
         family = MODEL_FAMILIES[self.family]
         if family.kinds:
             return math.ceil(self.mean("parameters") / tp)
@@ -209,7 +222,9 @@ class ModelShape:
         norms = family.norms * family.norm_vectors * self.hidden
         of_heads = self.full * sum(widths[w] for w in family.head_norms.values())
         vectors = (1 - self.full) * sum(widths[w] for w in family.vectors.values())
-        return math.ceil(linear + norms + of_heads + vectors + self.heads * family.sinks + _expert_parameters(self, tp))
+        return math.ceil(
+            linear + norms + of_heads + vectors + self.heads * family.sinks + _expert_parameters(self, tp, ep)
+        )
 
     def embedding_parameters(self, tp: int = 1) -> int:
         """The parameters before the first block, on one of `tp` tensor-parallel ranks."""
@@ -224,9 +239,10 @@ class ModelShape:
         vocabulary = 0 if tied_here or head == "value" else self.vocabulary * width // tp
         return norm + self.embedding * self.hidden + vocabulary + (0 if head == "lm" else width)
 
-    def parameters(self, head: Head = "lm") -> int:
-        """The parameters of the whole model. A tied embedding counts once."""
-        blocks = self.layers * self.layer_parameters()
+    def parameters(self, head: Head = "lm", ep: int = 1) -> int:
+        """The parameters of the whole model, on one of `ep` ranks that divide its experts. A tied embedding counts
+        once."""
+        blocks = self.layers * self.layer_parameters(1, ep)
         return self.embedding_parameters() + blocks + self.head_parameters(head, self.tied)
 
     def read_parameters(self, tokens: float, head: Head = "lm") -> float:
@@ -334,14 +350,14 @@ def _head(config: Mapping[str, Any], family: ModelFamily, usual: int) -> int:
     return int(config.get("head_dim") or family.head_dim or usual)
 
 
-def _expert_parameters(shape: ModelShape, tp: int = 1) -> float:
-    """The parameters of all experts of one block and of their router on one of `tp` ranks, as the mean of all
-    blocks."""
+def _expert_parameters(shape: ModelShape, tp: int = 1, ep: int = 1) -> float:
+    """The parameters of all experts of one block and of their router on one of `tp` ranks, or of `ep` that divide the
+    experts, as the mean of all blocks."""
     experts = MODEL_FAMILIES[shape.family].experts
     if experts is None:
         return 0
     one = (3 * shape.hidden + 2 * experts.bias) * shape.intermediate / tp + experts.bias * shape.hidden
-    return shape.sparse * shape.experts * (one + shape.hidden + experts.bias)
+    return shape.sparse * shape.experts * (one / ep + shape.hidden + experts.bias)
 
 
 def _whole(config: Mapping[str, Any], name: str) -> int:

@@ -563,6 +563,11 @@ class Parallelism(Model):
         description="Of the dp ranks, so many that follow each other share the tokens of each sequence, for long ones "
         "(context parallel, DeepSpeed-Ulysses). dp / cp groups of them share the batch.",
     )
+    ep: Degree = Field(
+        default=1,
+        description="Of the dp ranks, so many that follow each other divide the experts of each layer (expert "
+        "parallel). Each sends its tokens to the ranks that hold their experts.",
+    )
 
     @property
     def batch_shares(self) -> int:
@@ -573,7 +578,8 @@ class Parallelism(Model):
     def _without_unset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out fields that earlier releases do not know if they are not set, so that these can read the layout."""
         written: dict[str, Any] = write(self)
-        return {name: value for name, value in written.items() if (name, value) not in (("cp", 1), ("loop", False))}
+        unset = (("cp", 1), ("ep", 1), ("loop", False))
+        return {name: value for name, value in written.items() if (name, value) not in unset}
 
 
 class ParallelismByModel(Model):

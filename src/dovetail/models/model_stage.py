@@ -349,9 +349,9 @@ class PipelineStage(nn.Module):
     @property
     def _together(self) -> bool:
         """Whether layers that cannot tell packed sequences apart get all of them as rows of one call. Ranks that share
-        weights gather them at each call, so they must make equally many. On a CPU many calls are as fast as one."""
-        weight = next(self.parameters())
-        return weight.device.type != "cpu" or hasattr(weight, "placements")
+        weights exchange these, or tokens, at each call, so they must make equally many. On a CPU many calls are as fast
+        as one."""
+        return any(p.device.type != "cpu" or hasattr(p, "placements") for p in self.parameters())
 
     def _kind(self, layer: int) -> tuple[float | None, str | None]:
         """The base of a layer's rotary positions, and the kind of its attention if each kind has its own. None for what

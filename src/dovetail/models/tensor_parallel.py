@@ -18,10 +18,11 @@ from dovetail.models.model_stage import PipelineStage
 class TensorSplit(NamedTuple):
     """Says how a stage's parameters are split, by name. `shared`: the parameters of which each rank holds a part, with
     the dimension that is split. `partial`: copies whose gradients must be summed over the ranks. All others are copies
-    with equal gradients."""
+    with equal gradients. `experts`: those of experts that are divided over ranks (`layers.expert_ranks`)."""
 
     shared: Mapping[str, int]
     partial: frozenset[str]
+    experts: frozenset[str] = frozenset()
 
 
 NOTHING = TensorSplit({}, frozenset())

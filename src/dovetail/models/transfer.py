@@ -38,13 +38,14 @@ _CONNECTING = "while its ranks were connecting"
 class Part(NamedTuple):
     """The part of a tensor that one rank holds. `shape`: the shape of the whole tensor. `box`: the place of the part in
     it. `tensor`: the elements of the part. `tp_dim`: the dimension that tensor-parallel ranks share, or None if each
-    rank holds the whole tensor."""
+    rank holds the whole tensor. `experts`: whether it is of experts that are divided over ranks."""
 
     name: str
     shape: tuple[int, ...]
     box: Box
     tensor: torch.Tensor
     tp_dim: int | None = None
+    experts: bool = False
 
 
 class Channel:

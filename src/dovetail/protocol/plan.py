@@ -59,6 +59,8 @@ class Layout(Parallelism):
             raise ValueError(f"dp {self.dp} is not a multiple of the {self.pipelines} pipelines")
         if self.dp // self.pipelines % self.cp:
             raise ValueError(f"cp {self.cp} does not divide the {self.dp // self.pipelines} dp ranks of a pipeline")
+        if self.dp // self.pipelines % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide the {self.dp // self.pipelines} dp ranks of a pipeline")
         return self
 
 
@@ -302,7 +304,8 @@ def same_batches(layouts: Mapping[str, Parallelism], division: Mapping[str, Layo
 def _part(whole: Parallelism, ranks: int, micro_batches: int) -> Layout | None:
     """The layout of a model on `ranks` tensor-parallel groups of its own. It keeps the dp of `whole` if it can;
     otherwise it has as few stages as possible."""
-    cp, stages = whole.cp, range(1, min(whole.pp, ranks) + 1)
-    found = [(pp, ranks // pp) for pp in stages if ranks % (pp * cp) == 0 and micro_batches % (ranks // pp // cp) == 0]
+    cp, ep, stages = whole.cp, whole.ep, range(1, min(whole.pp, ranks) + 1)
+    fits = [pp for pp in stages if ranks % (pp * cp) == 0 and ranks % (pp * ep) == 0]
+    found = [(pp, ranks // pp) for pp in fits if micro_batches % (ranks // pp // cp) == 0]
     best = min(found, key=lambda each: each[1] != whole.dp, default=None)
-    return None if best is None else Layout(pp=best[0], dp=best[1], tp=whole.tp, cp=cp)
+    return None if best is None else Layout(pp=best[0], dp=best[1], tp=whole.tp, cp=cp, ep=ep)

@@ -162,22 +162,28 @@ def test_stages_of_two_models_reach_their_receivers_whole() -> None:
 
 
 def split(named: dict[str, torch.Tensor], layout: StageRanks, rank: int) -> list[Part]:
-    """What a rank holds of a stage's tensors; of "big" ones tp ranks share the columns, of "one" nothing."""
+    """What a rank holds of a stage's tensors; of "big" ones tp ranks share the columns, of "one" nothing; ep ranks
+    divide "big" ones."""
     found = []
     for name, tensor in named.items():
         tp_dim = None if name.startswith("one") or layout.tp == 1 else int(name.startswith("big"))
-        boxes = layout.boxes(Tensor(tuple(tensor.shape), tp_dim, tensor.itemsize))
+        experts = name.startswith("big") and layout.ep > 1
+        boxes = layout.boxes(Tensor(tuple(tensor.shape), tp_dim, tensor.itemsize, experts))
         box = next((b for b, ranks in boxes.items() if rank in ranks), tuple((0, 0) for _ in tensor.shape))
-        found.append(Part(name, tuple(tensor.shape), box, tensor[tuple(slice(*i) for i in box)], tp_dim))
+        found.append(Part(name, tuple(tensor.shape), box, tensor[tuple(slice(*i) for i in box)], tp_dim, experts))
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dp", "copies", "tp"), [(2, 1, 1), (3, 1, 1), (2, 2, 1), (4, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 2)]
+    ("dp", "copies", "tp", "ep"),
+    [
+        *((2, 1, 1, 1), (3, 1, 1, 1), (2, 2, 1, 1), (4, 2, 1, 1), (1, 1, 2, 1), (2, 1, 2, 1), (2, 2, 2, 1)),
+        *((2, 1, 1, 2), (4, 1, 1, 2), (4, 2, 1, 2), (4, 4, 1, 2)),
+    ],
 )
-def test_ranks_send_what_they_hold_once_and_in_equal_shares(dp: int, copies: int, tp: int) -> None:
-    layout = StageRanks(tp, dp, copies)
+def test_ranks_send_what_they_hold_once_and_in_equal_shares(dp: int, copies: int, tp: int, ep: int) -> None:
+    layout = StageRanks(tp, dp, copies, ep)
     places = [(p, d, t) for p in range(2) for d in range(dp) for t in range(tp)]
     world = World([{"actor": place} for place in places])
     who = RECEIVERS[:2]

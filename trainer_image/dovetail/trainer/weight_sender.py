@@ -218,13 +218,15 @@ class WeightSender:
             iterate = lambda: held  # noqa: E731
         if model not in self._wholes or (self._layouts[model], self._dtypes[model]) != (layout, dtype):
             self._layouts[model], self._dtypes[model] = layout, dtype
-            specs, tp_dims = [], {}
+            specs, tp_dims, experts = [], {}, set()
             for part in iterate():
                 specs.append(_spec(part, dtype))
                 if part.tp_dim is not None:
                     tp_dims[part.name] = part.tp_dim
+                if part.experts:
+                    experts.add(part.name)
             self._wholes[model] = plan_buckets(specs, self._bucket_bytes)
-            self._shares[model] = share_buckets(self._wholes[model], layout, tp_dims)
+            self._shares[model] = share_buckets(self._wholes[model], layout, tp_dims, experts)
         return iterate()
 
     def _mine(self, model: str) -> list[Bucket] | None:

@@ -98,4 +98,5 @@ def _predicted(plan: Plan) -> list[str]:
 def _layout(layout: Parallelism | None) -> str | None:
     if layout is None:
         return None
-    return f"pp{layout.pp} tp{layout.tp} dp{layout.dp}" + (f" cp{layout.cp}" if layout.cp > 1 else "")
+    shared = "".join(f" {name}{count}" for name, count in (("cp", layout.cp), ("ep", layout.ep)) if count > 1)
+    return f"pp{layout.pp} tp{layout.tp} dp{layout.dp}{shared}"

@@ -51,11 +51,13 @@ def plan_tables(plan: Plan) -> Group:
     title = f"Parallelism (schedule: {schedule})"
     layouts = Table(title=title, title_justify="left", show_edge=False)
     layouts.add_column("model")
-    shared = any(layout.cp > 1 for _, layout in _layouts(plan))
-    for heading in ("pipeline", "data", "tensor", *["context (of data)"] * shared):
+    degrees = {"pp": "pipeline", "dp": "data", "tp": "tensor"}
+    rarer = {"cp": "context (of data)", "ep": "experts (of data)"}
+    degrees |= {d: heading for d, heading in rarer.items() if any(getattr(at, d) > 1 for _, at in _layouts(plan))}
+    for heading in degrees.values():
         layouts.add_column(heading, justify="right")
     for name, layout in _layouts(plan):
-        layouts.add_row(name, *(str(each) for each in (layout.pp, layout.dp, layout.tp, *[layout.cp] * shared)))
+        layouts.add_row(name, *(str(getattr(layout, degree)) for degree in degrees))
 
     batches = Table(
         title="Batches (sequences; pairs for the reward model and DPO)", title_justify="left", show_edge=False

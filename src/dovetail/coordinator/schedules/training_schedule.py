@@ -92,7 +92,7 @@ def shared_layouts(
 
 
 def _placed(layout: Parallelism, chunks: int, loop: bool, pipelines: int = 1, reverse: bool = False) -> Layout:
-    sizes = {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp, "cp": layout.cp}
+    sizes = {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp, "cp": layout.cp, "ep": layout.ep}
     return Layout(**sizes, pipelines=pipelines, reverse=reverse, chunks=chunks, loop=loop)
 
 

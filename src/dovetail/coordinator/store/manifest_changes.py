@@ -110,7 +110,8 @@ def reshard(spec: RLHFJobSpec, plan: Plan, records: KeyValues, log: Callable[...
 def ranks_text(plan: Plan) -> str:
     """The trainer ranks for people, such as "2 (actor: pp 1, dp 2, tp 1)"."""
     layouts = (
-        f"{name}: pp {at.pp}, dp {at.dp}, tp {at.tp}" + (f", cp {at.cp}" if at.cp > 1 else "")
+        f"{name}: pp {at.pp}, dp {at.dp}, tp {at.tp}"
+        + "".join(f", {degree} {count}" for degree, count in (("cp", at.cp), ("ep", at.ep)) if count > 1)
         for name, at in plan.parallelism.items()
     )
     return f"{plan.world_size} ({'; '.join(layouts)})"

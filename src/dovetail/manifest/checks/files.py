@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dovetail.manifest.checks.scratch import SIZES, cpu_head_error, is_count
 from dovetail.manifest.fixed_names import DATA_ENDINGS, data_files
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import replay_error, served_problem, target_problem
+from dovetail.manifest.model_shape import ModelShape, ShapeError
 from dovetail.manifest.sizes import TRAINED, draws_on_cpus, owner
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, Stage
 
@@ -188,10 +190,15 @@ def _models(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
             yield f"{field}: {base / code} is no folder; name the one that holds the module."
 
 
+def _trained_config(spec: RLHFJobSpec, name: str, base: Path) -> dict[str, Any]:
+    """The configuration of a trained model, as `_config`."""
+    first = owner(spec, name)
+    return _config(None if first is None else getattr(spec.models, first).source, base)
+
+
 def _family_name(spec: RLHFJobSpec, name: str, base: Path) -> Any:
     """`model_type` of a trained model. None if the manifest's own folders and configurations do not say."""
-    first = owner(spec, name)
-    return _config(None if first is None else getattr(spec.models, first).source, base).get("model_type")
+    return _trained_config(spec, name, base).get("model_type")
 
 
 def _heads(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
@@ -241,7 +248,7 @@ def _experts(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
 
 
 def _shared_layers(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
-    """Problems with pinned degrees of models whose layers, or the tokens of whose layers, ranks cannot share."""
+    """Problems with pinned degrees of models whose layers, tokens or experts ranks cannot share."""
     pinned = pinned_layouts(spec) or {}
     for name in ("actor", "critic"):
         kind = _family_name(spec, name, base)
@@ -252,6 +259,9 @@ def _shared_layers(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
             yield f"{field}.cp: layers of {kind} models need whole sequences; set it to 1."
         if layout.tp > 1 and not MODEL_FAMILIES[kind].splits:
             yield f"{field}.tp: {layout.tp} ranks cannot share layers of {kind} models; set it to 1."
+        with suppress(ShapeError):  # told elsewhere
+            if (why := ModelShape.of(_trained_config(spec, name, base)).deal_problem(layout.ep)) is not None:
+                yield f"{field}.ep is {layout.ep}, {why}."
 
 
 def _model_folder(field: str, path: Path) -> Iterator[str]:

@@ -3,7 +3,7 @@ and need no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -153,16 +153,19 @@ def bucket_specs(bucket: Bucket) -> list[TensorSpec]:
 
 
 def share_buckets(
-    buckets: Sequence[Bucket], ranks: StageRanks, tp_dims: Mapping[str, int] | None = None
+    buckets: Sequence[Bucket],
+    ranks: StageRanks,
+    tp_dims: Mapping[str, int] | None = None,
+    experts: Collection[str] = (),
 ) -> dict[int, list[Bucket]]:
     """The buckets that each rank of a stage sends, by rank. Ranks that send nothing are left out, except rank 0.
 
-    `tp_dims` gives the dimension of those tensors that tensor-parallel ranks share. Every element is sent once, to all
-    receivers, by a rank that holds it (`StageRanks.shares`). Rank 0's buckets name every tensor, even if its own part
-    is empty."""
+    `tp_dims` gives the dimension of those tensors that tensor-parallel ranks share, and `experts` has those that are of
+    divided experts. Every element is sent once, to all receivers, by a rank that holds it (`StageRanks.shares`). Rank
+    0's buckets name every tensor, even if its own part is empty."""
     dims = tp_dims or {}
     specs = [spec for bucket in buckets for spec in bucket_specs(bucket)]
-    found = ranks.shares([Tensor(spec.shape, dims.get(spec.name), spec.itemsize) for spec in specs])
+    found = ranks.shares([Tensor(s.shape, dims.get(s.name), s.itemsize, s.name in experts) for s in specs])
     boxes: dict[tuple[int, str], list[Box]] = {}
     for spec, parts in zip(specs, found, strict=True):
         for rank, box in sorted(parts, key=lambda part: (part[1], part[0])):

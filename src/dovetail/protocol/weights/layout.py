@@ -31,34 +31,39 @@ def layer_range(layers: int, rank: int, size: int) -> range:
 @dataclass(frozen=True)
 class Tensor:
     """A parameter. `tp_dim`: the dimension that tensor-parallel ranks share, or None if each holds all of it.
-    `itemsize` is in bytes."""
+    `itemsize` is in bytes. `experts`: whether it is of experts that are divided over ranks, along the first
+    dimension."""
 
     shape: tuple[int, ...]
     tp_dim: int | None
     itemsize: int
+    experts: bool = False
 
 
 @dataclass(frozen=True)
 class StageRanks:
     """The dp x tp ranks of a stage. tp changes fastest. There are `copies` sets of dp / copies neighbours. The ranks of
     each set share the first dimension of each tensor, or of its tensor-parallel part (FSDP). Uneven parts are like
-    torch's chunks. Each has ceil(n / k) entries, and the last ones are shorter or empty."""
+    torch's chunks. Each has ceil(n / k) entries, and the last ones are shorter or empty. `ep` neighbours among the dp
+    ranks divide the experts, and the ranks of a set with the same experts share these."""
 
     tp: int = 1
     dp: int = 1
     copies: int = 1
+    ep: int = 1
 
     def boxes(self, tensor: Tensor) -> dict[Box, list[int]]:
         """The distinct parts of a tensor, which do not overlap, and the ranks that hold each part."""
         held: dict[Box, list[int]] = {}
-        shards = self.dp // self.copies
+        ep = self.ep if tensor.experts else 1
+        shards, shares = self.dp // self.copies, max(1, self.dp // self.copies // ep)
         for dp in range(self.dp):
             for tp in range(self.tp):
                 box = tuple((0, n) for n in tensor.shape)
                 if tensor.tp_dim is not None:
                     box = part_of(box, tensor.tp_dim, tp, self.tp)
                 if box:
-                    box = part_of(box, 0, dp % shards, shards)
+                    box = part_of(part_of(box, 0, dp % ep, ep), 0, dp % shards // ep, shares)
                 if volume(box):
                     held.setdefault(box, []).append(dp * self.tp + tp)
         return held

@@ -105,7 +105,9 @@ class ModelGroups:
     pipeline. `mesh` has a dimension dp, over which a stage is sharded. Its last dimension is tp, under a name that no
     other mesh has. Where a layout has several pipelines side by side, `copies` joins the ranks with the same shard.
     `replicas` joins all ranks of one stage (and tp rank). They hold the same weights if a stage is not sharded.
-    `token_ranks` share the tokens of each pass, and are among those of dp."""
+    `token_ranks` share the tokens of each pass, and are among those of dp. If experts are divided over ranks,
+    `expert_mesh` has the ranks of dp in two dimensions: dp, over which experts are sharded, and ep, over which they are
+    divided. `expert_copies` joins all ranks of one stage with the same experts."""
 
     name: str
     layout: Parallelism
@@ -124,6 +126,8 @@ class ModelGroups:
     replicas: dist.ProcessGroup
     token_ranks: TokenRanks
     cp_ranks: list[int]
+    expert_mesh: DeviceMesh | None
+    expert_copies: dist.ProcessGroup | None
     edges: list[Edges]
     tied: dist.ProcessGroup | None  # the first and the last stage
     staged: bool = False  # see `Groups`
@@ -131,9 +135,16 @@ class ModelGroups:
     @property
     def tp_mesh(self) -> DeviceMesh:
         """The mesh of the ranks among which this one's layers are split."""
-        names = self.mesh.mesh_dim_names
-        assert names is not None
-        return self.mesh[names[-1]]
+        return _last(self.mesh)
+
+    @property
+    def ep_mesh(self) -> DeviceMesh | None:
+        """The mesh of the ranks among which the experts of this one's layers are divided, if they are."""
+        return None if self.expert_mesh is None else _last(self.expert_mesh)
+
+    @property
+    def meshes(self) -> list[DeviceMesh]:
+        return [self.mesh] if self.expert_mesh is None else [self.mesh, self.expert_mesh]
 
     @property
     def speaks(self) -> bool:
@@ -144,8 +155,7 @@ class ModelGroups:
     def beside(self) -> str:
         """The other ranks of dp and tp, which take part in a pass's collectives, as text for a message. It is empty if
         there are none."""
-        groups = (self.mesh.get_group(name) for name in self.mesh.mesh_dim_names or () if self.mesh[name].size() > 1)
-        return others_of(groups)
+        return others_of(group for mesh in self.meshes for group in _lines(mesh) if dist.get_world_size(group) > 1)
 
     @property
     def chunks(self) -> int:
@@ -156,6 +166,17 @@ class ModelGroups:
     def last_rank(self) -> int:
         """The global rank of the model's last stage."""
         return self.pp_ranks[stage_path(self.pp_size, self.chunks, loops(self.layout))[-1]]
+
+
+def _last(mesh: DeviceMesh) -> DeviceMesh:
+    names = mesh.mesh_dim_names
+    assert names is not None
+    return mesh[names[-1]]
+
+
+def _lines(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """This rank's group of each dimension."""
+    return [mesh.get_group(name) for name in mesh.mesh_dim_names or ()]
 
 
 def others_of(groups: Iterable[dist.ProcessGroup]) -> str:
@@ -294,7 +315,8 @@ class Groups:
             ranks[tuple(coordinates(rank, layout))] = rank
         pp, dp, tp = coordinates(self.rank, layout) if here else (-1, -1, -1)
         # torch caches meshes by ranks and names. Without a new name it would return an older mesh and its groups.
-        tensor = f"tp-{next(_FORMED)}"
+        formed = next(_FORMED)
+        tensor = f"tp-{formed}"
         names: tuple[str, ...] = ("pp", "dp", tensor)
         grid = ranks
         if pipelines > 1:
@@ -310,6 +332,18 @@ class Groups:
                 for t in range(layout.tp):
                     group = self._new_group(ranks[stage, :, t].tolist(), first=crowded)
                     replicas = group if (stage, t) == (pp, tp) else replicas
+        expert_mesh = expert_copies = None
+        if layout.ep > 1:
+            # Ranks that follow each other share a layer's experts. (Layers with experts have tp 1.)
+            spread = ranks.view(layout.pp * pipelines, shards // layout.ep, layout.ep * layout.tp)
+            lines = [self._groups_along(spread, dim, crowded) for dim in (1, 2)]
+            expert_copies = lines[0]
+            if pipelines > 1:
+                expert_copies = self._groups_along(ranks.view(layout.pp, -1, layout.ep * layout.tp), 1, crowded)
+            if here:
+                mine = spread[(spread == self.rank).any(-1).any(-1)][0]
+                both = "dp", f"ep-{formed}"
+                expert_mesh = DeviceMesh.from_group(lines, self.device.type, mine, mesh_dim_names=both)
         path = stage_path(layout.pp, chunks_of(layout), loops(layout))
         own = stages_at(pp, layout.pp, chunks_of(layout), loops(layout))
         edges = {stage: Edges() for stage in own}
@@ -358,6 +392,8 @@ class Groups:
             replicas=replicas,
             token_ranks=TokenRanks(sharing),
             cp_ranks=by_tokens[pp, dp // layout.cp, :, tp].tolist(),
+            expert_mesh=expert_mesh,
+            expert_copies=expert_copies,
             edges=[edges[stage] for stage in own],
             tied=tied,
             staged=self.staged,
@@ -425,8 +461,8 @@ class Groups:
             model = self.model[name]
             for pool in self._streams:
                 pool.release(name)
-            meshed = [model.mesh.get_group(dim) for dim in model.mesh.mesh_dim_names or ()]
-            groups = [model.everyone, *meshed, model.tied, model.replicas, model.token_ranks.group]
+            meshed = [group for mesh in model.meshes for group in _lines(mesh)]
+            groups = [model.everyone, *meshed, model.tied, model.replicas, model.token_ranks.group, model.expert_copies]
             for group in {id(group): group for group in groups if group is not None}.values():
                 if dist.get_world_size(group) > 1:
                     if group is not model.pp_group:  # pp_group is only used on the current stream
@@ -467,8 +503,8 @@ class Groups:
         if self.device.type == "cpu":
             # All ranks have come here, so nobody uses the older groups. Each Gloo group has threads that wake up a
             # hundred times a second. (NCCL's groups stay until `close`, because dropping one would wait for its ranks.)
-            if older is not None:
-                compat.forget_groups(older.mesh)
+            for mesh in older.meshes if older is not None else ():
+                compat.forget_groups(mesh)
             for group in formed:
                 dist.destroy_process_group(group)
 
@@ -481,7 +517,8 @@ class Groups:
         these groups fail, so one rank's exit frees all. Never raises."""
         for model in self.model.values():
             # torch's caches keep the meshes of tensor-parallel layers. Their groups would stay alive.
-            compat.forget_groups(model.mesh)
+            for mesh in model.meshes:
+                compat.forget_groups(mesh)
         self.model.clear()
         self.elsewhere.clear()
         self._formed.clear()
@@ -632,7 +669,7 @@ def _same_places(a: Parallelism, b: Parallelism, world: int) -> bool:
         return [coordinates(rank, layout) if holds(rank, layout) else None for rank in range(world)]
 
     same = getattr(a, "pipelines", 1) == getattr(b, "pipelines", 1)
-    same = same and (chunks_of(a), loops(a), a.cp) == (chunks_of(b), loops(b), b.cp)
+    same = same and (chunks_of(a), loops(a), a.cp, a.ep) == (chunks_of(b), loops(b), b.cp, b.ep)
     return same and places(a) == places(b)
 
 

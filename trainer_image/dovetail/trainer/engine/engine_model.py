@@ -20,6 +20,7 @@ from dovetail.manifest.types import RLHFJobSpec, Stage, TrainedModel
 from dovetail.models import ModelError, PipelineStage, load_config
 from dovetail.models.build import fill, local_part, open_source
 from dovetail.models.compiled import compile_layers
+from dovetail.models.layers.expert_ranks import divide_experts
 from dovetail.models.recompute import recompute
 from dovetail.models.tensor_parallel import NOTHING, TensorSplit, split_stage
 from dovetail.models.transfer import Part
@@ -84,9 +85,11 @@ class EngineModel:
             lora.inject(stage, trained.lora)
         stage.share_tokens(groups.token_ranks, groups.tp_size)
         split = split_stage(stage, groups.tp_mesh)
+        if groups.ep_mesh is not None:
+            split = split._replace(experts=divide_experts(stage, groups.ep_mesh))
         if checkpointing:
             recompute(stage)
-        elif compiling and device.type == "cuda" and trained.lora is None and groups.tp_size == 1 and can_compile():
+        elif compiling and device.type == "cuda" and trained.lora is None and split == NOTHING and can_compile():
             compile_layers(stage)
         by_layer = by_layer and groups.mesh["dp"].size() > 1
         replicated = is_replicated(stage, compute, device, always_shard or by_layer)
@@ -106,12 +109,15 @@ class EngineModel:
         steps = AdamW(trainable, optimizer, total_steps)
         return cls(name, ref, trained, stage, groups, steps, compute, replicated, split, by_layer)
 
-    @property
-    def copies(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same parameters as this one and add up gradients with it, or None if there are
-        none."""
-        group = self.groups.replicas if self.replicated else self.groups.copies
-        return None if group is None or dist.get_world_size(group) == 1 else group
+    def copies(self) -> list[tuple[list[str], dist.ProcessGroup]]:
+        """The trained parameters that other ranks hold too, and the ranks that hold them and add up their gradients."""
+        experts = [name for name in self.trainable() if name in self.split.experts]
+        others = [name for name in self.trainable() if name not in self.split.experts]
+        if self.replicated:
+            found = [(others, self.groups.replicas), (experts, self.groups.expert_copies)]
+        else:
+            found = [(others + experts, self.groups.copies)]
+        return [(names, group) for names, group in found if names and group and dist.get_world_size(group) > 1]
 
     @cached_property
     def alone(self) -> bool:
@@ -218,8 +224,9 @@ def senders(held: EngineModel, most: int) -> StageRanks | None:
     sharded, tp = is_sharded(held.module), held.groups.tp_size
     pipelines = getattr(held.groups.layout, "pipelines", 1)
     shards = held.groups.dp_size // pipelines if sharded else 1
-    copies = min(held.groups.dp_size, most // tp) // shards
-    return StageRanks(tp, copies * shards, copies) if copies else None
+    together = max(shards, held.groups.layout.ep)
+    ranks = min(held.groups.dp_size, most // tp) // together * together
+    return StageRanks(tp, ranks, ranks // shards, held.groups.layout.ep) if ranks else None
 
 
 def parts(held: EngineModel, ready: Callable[[list[str]], None] = lambda names: None) -> Iterator[Part]:
@@ -254,4 +261,4 @@ def parts(held: EngineModel, ready: Callable[[list[str]], None] = lambda names: 
             if update is not None:
                 mine = (mine.float() + update[place]).to(mine.dtype)
             box = tuple((side.start, side.stop) for side in place)
-            yield Part(plain, shape, box, mine, held.split.shared.get(name))
+            yield Part(plain, shape, box, mine, held.split.shared.get(name), name in held.split.experts)

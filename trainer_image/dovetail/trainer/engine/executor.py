@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dovetail.models import Outputs, PipelineStage
 from dovetail.models.compiled import use_compiled
+from dovetail.models.layers.expert_ranks import divided
 from dovetail.models.layers.predictions import Predicted, Predictions, gradients_of
 from dovetail.models.recompute import recomputes
 from dovetail.protocol.messages import Action
@@ -128,7 +129,9 @@ class Pipe:
         if chunk == 0:
             inside = {id(p) for p in layers.parameters()}
             mine += [p for p in self.stage.parameters() if id(p) not in inside]
-        return sum(int(local(p).numel()) for p in mine) * shards * int(self.dtype.itemsize)
+        fewer = {id(p) for experts in divided(layers) for p in experts.parameters()}  # not those of other ranks
+        held = sum(int(local(p).numel()) // (self.groups.layout.ep if id(p) in fewer else 1) for p in mine)
+        return held * shards * int(self.dtype.itemsize)
 
     def boundary(self) -> torch.Size:
         """The shape (1, tokens, H) of a message between stages, for the micro-batch of median size."""

@@ -3,12 +3,14 @@ lower compute dtype. A small stage on CPUs is instead copied to every rank."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dovetail.manifest.types import Dtype
 from dovetail.models import ModelError, PipelineStage
+from dovetail.models.layers.expert_ranks import divided
 from dovetail.trainer import compat
 from dovetail.trainer.communication.groups import ModelGroups
 from dovetail.trainer.engine.optim import local
@@ -54,8 +56,8 @@ def shard(
     ZeRO-3 (`by_layer`) a layer's weights are whole only while a pass is in that layer, and its gradients are reduced in
     each backward pass. Embedding and head are then whole from a micro-batch's forward to its backward pass.
 
-    Works on a stage on the meta device, and on layers that are already split over tp. Gradients are summed in float32,
-    not averaged."""
+    Works on a stage on the meta device, and on layers that are already split over tp. Experts that are divided over
+    ranks are sharded over those with the same ones. Gradients are summed in float32, not averaged."""
     if device.type == "cpu" and groups.mesh["dp"].size() == 1 and compute == torch.float32:
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -63,7 +65,12 @@ def shard(
     policy = MixedPrecisionPolicy(param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": groups.mesh["dp"], "reshard_after_forward": False, "mp_policy": policy}
     options["ignored_params"] = {stage.get_parameter(name) for name in stage.constants}  # float32 in each pass
+    # What routers give stays float32, as it does within a layer.
+    apart = {"mp_policy": replace(policy, cast_forward_inputs=False), "reshard_after_forward": by_layer}
     for layer in stage.layers.values():
+        for experts in divided(layer):
+            assert groups.expert_mesh is not None
+            fully_shard(experts, **options | apart | {"mesh": groups.expert_mesh["dp"]})
         fully_shard(layer, **options | {"reshard_after_forward": by_layer})
     fully_shard(stage, **options)
     for module in _sharded(stage):

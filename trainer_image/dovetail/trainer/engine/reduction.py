@@ -117,14 +117,16 @@ class Reduction:
     def _start(self) -> Iterator[Any]:
         """The operations in order. Each is started when the one before is done."""
         groups, optimizer = self._held.groups, self._held.optimizer
-        copies, split = self._held.copies, self._held.split
+        split = self._held.split
         trainable = self._held.trainable()
         if partial := [name for name in trainable if name in split.partial]:
             yield from self._sum(partial, groups.tp_mesh.get_group())
-        if copies is not None:
-            yield from self._sum(list(trainable), copies)
-        name = self._held.module.tied_copy
         skip: set[str] = set()
+        for names, group in self._held.copies():
+            yield from self._sum(names, group)
+            # Copies hold the same gradients, so only one of them adds its norm.
+            skip |= set(names) if dist.get_rank(group) else set()
+        name = self._held.module.tied_copy
         if name is not None:
             parameter = dict(self._held.module.named_parameters())[name]
             embedding = self._held.module.embedding_name
@@ -135,12 +137,10 @@ class Reduction:
                 else:
                     yield dist.all_reduce(local(parameter.grad), group=groups.tied, async_op=True)
             if name != embedding:
-                skip = {name}  # the first stage includes it in its norm
+                skip |= {name}  # the first stage includes it in its norm
         if groups.tp_rank:
             skip |= trainable.keys() - split.shared.keys()  # all tp ranks hold these; the first includes them
-        # Copies hold the same gradients, so only one of them adds its norm.
-        counts = copies is None or dist.get_rank(copies) == 0
-        if counts and (squared := optimizer.squared_norm(skip)) is not None:
+        if (squared := optimizer.squared_norm(skip)) is not None:
             self._squared.copy_(squared)
         if dist.get_world_size(groups.everyone) > 1:
             yield dist.all_reduce(self._squared, group=groups.everyone, async_op=True)

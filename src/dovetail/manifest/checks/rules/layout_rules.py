@@ -69,20 +69,28 @@ def _of_one_pipeline(spec: RLHFJobSpec, model: str, layout: Parallelism) -> int:
     return layout.dp // together if layout.dp % together == 0 else layout.dp
 
 
-def _tokens_are_shared(name: str) -> Rule:
+def _divides_the_pipeline(name: str, degree: str) -> Rule:
     def holds(spec: RLHFJobSpec) -> bool:
         found = _laid_out(spec, name)
-        return found is None or _of_one_pipeline(spec, *found) % found[1].cp == 0
+        return found is None or _of_one_pipeline(spec, *found) % getattr(found[1], degree) == 0
 
     return spec_rule(
         holds,
-        f"spec.plan.parallelism.{name}.cp is {{cp}}, which does not divide its {{ranks}} data-parallel ranks (those of "
-        "one pipeline, where actor and critic share a schedule); use a cp that does.",
+        f"spec.plan.parallelism.{name}.{degree} is {{degree}}, which does not divide its {{ranks}} data-parallel ranks "
+        f"(those of one pipeline, where actor and critic share a schedule); use one that does.",
         {
-            "cp": _of_layout(name, lambda spec, model, layout: layout.cp),
+            "degree": _of_layout(name, lambda spec, model, layout: getattr(layout, degree)),
             "ranks": _of_layout(name, _of_one_pipeline),
         },
     )
+
+
+def _tokens_are_shared(name: str) -> Rule:
+    return _divides_the_pipeline(name, "cp")
+
+
+def _experts_are_divided(name: str) -> Rule:
+    return _divides_the_pipeline(name, "ep")
 
 
 def _layer_for_each_stage(name: str) -> Rule:
@@ -167,7 +175,13 @@ LAYOUT_RULES = (
     *(
         rule(name)
         for name in ("actor", "critic")
-        for rule in (_fills_the_ranks, _tokens_are_shared, _layer_for_each_stage, _layers_for_two_stages)
+        for rule in (
+            _fills_the_ranks,
+            _tokens_are_shared,
+            _experts_are_divided,
+            _layer_for_each_stage,
+            _layers_for_two_stages,
+        )
     ),
     *(_whole_adapters(model) for model in ("actor", "critic", "reward")),
     spec_rule(
