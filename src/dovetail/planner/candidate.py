@@ -47,7 +47,8 @@ class Share:
     used. `recompute`: activation checkpointing in training. `offload`: memory of the task is on the host while it does
     not run. For training these are the optimizer's moments, for inference the weights, and for generation weights and
     KV cache (vLLM sleeps). `pipelines`: the pipelines of a trained model that are side by side in a schedule that
-    another model shares (`side_by_side`). `cp`: so many of a trained model's dp ranks share the tokens of a pass."""
+    another model shares (`side_by_side`). `cp`: so many of a trained model's dp ranks share the tokens of a pass. `ep`:
+    so many of them divide the experts of a layer."""
 
     pool: str
     first: int = 0
@@ -60,6 +61,7 @@ class Share:
     offload: bool = False
     pipelines: int = 1
     cp: int = 1
+    ep: int = field(default=1, repr=False)  # not in the text, which golden decisions hash
 
     @property
     def batch_shares(self) -> int:
@@ -102,6 +104,7 @@ class Share:
             self.offload,
             self.pipelines,
             self.cp,
+            self.ep,
         )
 
     def cut(self, at: int) -> tuple[Share, Share]:
@@ -119,9 +122,8 @@ class Share:
         return (self.pool, self.range, self.tp) == (other.pool, other.range, other.tp)
 
     def __str__(self) -> str:
-        return f"{self.pool}[{self.first}:{self.first + self.gpus}] pp{self.pp} tp{self.tp} dp{self.dp}" + (
-            f" cp{self.cp}" if self.cp > 1 else ""
-        )
+        shared = "".join(f" {name}{count}" for name, count in (("cp", self.cp), ("ep", self.ep)) if count > 1)
+        return f"{self.pool}[{self.first}:{self.first + self.gpus}] pp{self.pp} tp{self.tp} dp{self.dp}{shared}"
 
 
 def pipelines(pp: int, other: int, dp: int) -> int:

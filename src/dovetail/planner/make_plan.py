@@ -174,6 +174,8 @@ def _checked(job: PlannedJob, model: str, field: str, layout: Parallelism) -> Pa
             raise Infeasible(f"{field}.tp is {layout.tp}, {why}")
         if why := job.shape(model).share_problem(layout.cp, layout.tp):
             raise Infeasible(f"{field}.cp is {layout.cp}, {why}")
+        if why := job.shape(model).deal_problem(layout.ep):
+            raise Infeasible(f"{field}.ep is {layout.ep}, {why}")
     return layout
 
 

@@ -185,7 +185,7 @@ def training_job(work: Workload, task: Task, share: Share, dtype: Dtype, stage: 
     return Training(
         shape,
         head,
-        _layout(share.pp, share.tp, share.dp, share.cp),
+        _layout(share.pp, share.tp, share.dp, share.cp, share.ep),
         dtype,
         tokens=own,
         micro_batches=count,
@@ -203,14 +203,14 @@ def training_job(work: Workload, task: Task, share: Share, dtype: Dtype, stage: 
 
 
 @lru_cache(maxsize=4096)
-def _layout(pp: int, tp: int, dp: int, cp: int) -> Parallelism:
-    return Parallelism.model_construct(pp=pp, tp=tp, dp=dp, cp=cp)
+def _layout(pp: int, tp: int, dp: int, cp: int, ep: int) -> Parallelism:
+    return Parallelism.model_construct(pp=pp, tp=tp, dp=dp, cp=cp, ep=ep)
 
 
-def stage_parameters(shape: ModelShape, head: Head, pp: int, tp: int, stage: int, chunks: int = 1) -> int:
-    """The parameters of pipeline stage `stage` on one tensor-parallel rank, without adapters. With several `chunks`
-    they are those of all stages of the pipeline rank `stage`."""
-    total = layers_of(shape.layers, pp, stage, chunks) * shape.layer_parameters(tp)
+def stage_parameters(shape: ModelShape, head: Head, pp: int, tp: int, stage: int, chunks: int = 1, ep: int = 1) -> int:
+    """The parameters of pipeline stage `stage` on one rank of tp and ep, without adapters. With several `chunks` they
+    are those of all stages of the pipeline rank `stage`."""
+    total = layers_of(shape.layers, pp, stage, chunks) * shape.layer_parameters(tp, ep)
     if stage == 0:
         total += shape.embedding_parameters(tp)
     if stage == stage_path(pp, chunks)[-1]:
@@ -223,9 +223,9 @@ def layers_of(layers: int, pp: int, place: int, chunks: int = 1) -> int:
     return sum(len(layer_range(layers, stage, pp * chunks)) for stage in stages_at(place, pp, chunks))
 
 
-def trained_parameters(job: Training, stage: int) -> tuple[int, int]:
-    """The parameters of pipeline stage `stage` on one tensor-parallel rank: all of them, and the trained ones."""
-    total = stage_parameters(job.shape, job.head, job.layout.pp, job.layout.tp, stage, job.chunks)
+def trained_parameters(job: Training, stage: int, ep: int = 1) -> tuple[int, int]:
+    """The parameters of pipeline stage `stage` on one rank of tp and `ep`: all of them, and the trained ones."""
+    total = stage_parameters(job.shape, job.head, job.layout.pp, job.layout.tp, stage, job.chunks, ep)
     if job.lora is None:
         return total, total
     adapters = job.layers(stage) * job.adapters
@@ -253,13 +253,15 @@ def training_memory(job: Training, stage: int) -> Memory:
 
     Ranks of different pipelines share nothing, so dp is `job.shards` here. On a GPU the parts are what torch's
     allocator reserves, separately for each stream. Raises LayoutError if there are more stages than layers."""
-    total, trained = trained_parameters(job, stage)
+    total, trained = trained_parameters(job, stage, job.layout.ep)
     b, layers = ITEMSIZE[job.dtype], max(1, job.layers(stage))
     dp = job.shards if job.fsdp else 1
-    own = 4 * trained / (dp if job.fsdp > 1 else 1)
-    device = {"weights": 4 * total / dp, "gradients": own}
+    # Of experts a dp-th is an ep-th of a (dp / ep)-th.
+    whole, taught = trained_parameters(job, stage) if dp > 1 else (total, trained)
+    own = 4 * taught / dp if job.fsdp > 1 else 4 * trained
+    device = {"weights": 4 * whole / dp, "gradients": own}
     host: dict[str, float] = {}
-    layer, adapters = job.shape.layer_parameters(job.layout.tp), job.adapters
+    layer, adapters = job.shape.layer_parameters(job.layout.tp, job.layout.ep), job.adapters
     each = layer if job.lora is None else adapters
     outer = trained - layers * each  # embedding and head are one more block
     ends = outer
@@ -280,11 +282,11 @@ def training_memory(job: Training, stage: int) -> Memory:
         elif job.fsdp > 1:
             # With one micro-batch, a block's gradients are reduced as soon as they are computed.
             block = 4.0 * max(each, outer)
-            whole = max(block, 4.0 * trained - passing) if job.micro_batches > 1 and job.fsdp < 3 else block
+            added = max(block, 4.0 * trained - passing) if job.micro_batches > 1 and job.fsdp < 3 else block
             if job.fsdp == 3 and job.micro_batches == 1:
                 # The gradient of embedding and head comes when the activations are freed.
-                whole = max(4.0 * each, block - activations["activations"])
-            device["gradients"] += whole
+                added = max(4.0 * each, block - activations["activations"])
+            device["gradients"] += added
             if job.gpu and job.fsdp == 2:
                 # They have a CUDA stream of their own.
                 device["all-gather buffers"] = float(b * (total - max(0, layers - 2) * (layer + adapters)))
@@ -293,15 +295,15 @@ def training_memory(job: Training, stage: int) -> Memory:
                 # of few layers takes no more than under ZeRO-2.
                 added = 4.0 * max(each, outer) / dp if job.micro_batches > 1 else 0.0
                 device["all-gather buffers"] = b * gathered + min(added, float(b * (total - gathered)))
-    (host if job.offload and job.gpu else device)["optimizer"] = 8 * trained / dp
+    (host if job.offload and job.gpu else device)["optimizer"] = 8 * taught / dp
     if job.ema:
-        device["moving average"] = 4 * trained / dp
+        device["moving average"] = 4 * taught / dp
     if job.kept:
-        (host if job.gpu else device)["kept versions"] = job.kept * 4 * total / dp
+        (host if job.gpu else device)["kept versions"] = job.kept * 4 * whole / dp
     device |= activations
     if job.offload and job.gpu:
         # For the step, a part of the moments is loaded at a time, after the memory of the passes is freed.
-        stepping = device["weights"] + own + device.get("moving average", 0.0) + 8 * min(trained / dp, OFFLOAD_NUMBERS)
+        stepping = device["weights"] + own + device.get("moving average", 0.0) + 8 * min(taught / dp, OFFLOAD_NUMBERS)
         device["optimizer, stepping"] = max(0.0, stepping - sum(device.values()))
     if job.gpu:
         # A CUDA process needs these besides tensors.
@@ -314,9 +316,9 @@ def training_memory(job: Training, stage: int) -> Memory:
 def communication_bytes(layout: Parallelism, chunks: int = 1, pipelines: int = 1) -> float:
     """The bytes of NCCL's buffers on a rank of one model. It has communicators over all ranks, over dp, tp and cp, and
     four with the neighbours of each of its stages. With several pipelines it also has one within its pipeline and one
-    over the pipelines."""
+    over the pipelines, and with ep one over the ranks that divide experts and one over those with the same ones."""
     collectives = (layout.pp * layout.dp * layout.tp > 1) + (layout.dp > 1) + (layout.tp > 1)
-    collectives += 2 * (1 < pipelines < layout.dp) + (layout.cp > 1)
+    collectives += 2 * (1 < pipelines < layout.dp) + (layout.cp > 1) + 2 * (layout.ep > 1)
     return collectives * COLLECTIVE_BYTES + (layout.pp > 1) * 4 * chunks * EDGE_BYTES
 
 
@@ -336,6 +338,9 @@ def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> d
     if job.layout.cp > 1:
         # Queries, keys and values are sent while those of all tokens are received.
         parts["exchanged heads"] = 2.0 * job.tokens * b * (shape.queries + 2 * shape.keys) / tp
+    if job.layout.ep > 1:
+        # A layer's tokens are sent to the ranks of their experts while others are received.
+        parts["exchanged tokens"] = 2.0 * job.tokens * b * shape.chosen * shape.hidden
     recomputed = float(block) if job.recompute else 0.0
     if not job.gpu:
         if recomputed:

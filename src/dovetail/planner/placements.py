@@ -194,7 +194,7 @@ def pinned_shares(job: PlannedJob) -> dict[Task, tuple[Parallelism, ...]]:
 
 def _plain(share: Parallelism | Share) -> Parallelism:
     """The layout alone."""
-    return Parallelism(pp=share.pp, tp=share.tp, dp=share.dp, cp=share.cp)
+    return Parallelism(pp=share.pp, tp=share.tp, dp=share.dp, cp=share.cp, ep=share.ep)
 
 
 def degrees_of(job: PlannedJob, model: str) -> list[int]:
@@ -254,7 +254,7 @@ def _place(job: PlannedJob, by_layer: bool) -> Placed | None:
     shares = {model: mine[0] for model, mine in trained.items() if mine}
     dedicated: dict[str, Layout] = {}
     if found.candidate.schedule == "Dedicated":
-        dedicated = {m: Layout(pp=s.pp, tp=s.tp, dp=s.dp, cp=s.cp, first=s.first) for m, s in shares.items()}
+        dedicated = {m: Layout(pp=s.pp, tp=s.tp, dp=s.dp, cp=s.cp, ep=s.ep, first=s.first) for m, s in shares.items()}
         # The critic's layout on all ranks is not used, but it must have the actor's tp.
         actor = layout_of["actor"]
         critics = [fitting.layout for fitting in layouts["critic"]]

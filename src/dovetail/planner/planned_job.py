@@ -198,6 +198,7 @@ class PlannedJob:
             offload=self._offload(rule),
             pipelines=pipelines,
             cp=layout.cp,
+            ep=layout.ep,
         )
 
     def mini_batch(self, rule: BatchRule, chunks: int | None = None) -> tuple[Task, Workload]:
@@ -340,13 +341,14 @@ def allowed_layouts(
     only that one is allowed. `layers`: the model's layers, or None if they are not known. `degrees`: the allowed tp.
     `longest`: the tokens of samples whose tokens ranks may share."""
     rules = [rule for rule in job.rules if rule.model == model]
-    asked = set() if job.pins is None else {job.pins[model][1].cp}
+    pinned = None if job.pins is None else job.pins[model][1]
+    asked = set() if pinned is None else {pinned.cp}
     contexts = context_degrees(None if job.shapes is None else job.shape(model), longest, asked)
+    most, experts = ranks if layers is None else most_stages(job, layers), () if pinned is None else (pinned.ep,)
     return [
         layout
-        for layout in every_layout(ranks, degrees, ranks if layers is None else most_stages(job, layers), contexts)
-        if all(rule.problem(layout.batch_shares) is None for rule in rules)
-        and (job.pins is None or job.pins[model][1] == layout)
+        for layout in every_layout(ranks, degrees, most, contexts, experts or (1,))
+        if all(rule.problem(layout.batch_shares) is None for rule in rules) and pinned in (None, layout)
     ]
 
 

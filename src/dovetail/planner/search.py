@@ -106,15 +106,16 @@ def context_degrees(shape: ModelShape | None, longest: int, asked: Collection[in
 
 
 def every_layout(
-    ranks: int, degrees: Iterable[int], layers: int, contexts: Degrees = lambda _: (1,)
+    ranks: int, degrees: Iterable[int], layers: int, contexts: Degrees = lambda _: (1,), experts: Collection[int] = (1,)
 ) -> Iterator[Parallelism]:
     """Every layout over `ranks` ranks whose tp is one of `degrees`, with at most `layers` pipeline stages. `contexts`
-    has the cp for a tp."""
+    has the cp for a tp, and `experts` the ep."""
     for tp in degrees:
         for pp in range(1, min(layers, ranks // tp) + 1):
             if ranks % (pp * tp) == 0:
                 dp = ranks // (pp * tp)
-                yield from (Parallelism(pp=pp, tp=tp, dp=dp, cp=cp) for cp in contexts(tp) if dp % cp == 0)
+                shared = ((cp, ep) for cp in contexts(tp) for ep in experts if dp % cp == 0 and dp % ep == 0)
+                yield from (Parallelism(pp=pp, tp=tp, dp=dp, cp=cp, ep=ep) for cp, ep in shared)
 
 
 # The most nodes with which every size is tried. With more, a grid is tried, and the best sizes are refined by nodes.
@@ -467,16 +468,18 @@ def training_shares(
     degrees = tensor_degrees(shape, pool.per_node, work.lora(task))
     micros = MICRO_BATCHES if limits.micro_batch is None else (limits.micro_batch,)
     # Tuples are compared, because comparing pydantic models takes too long.
-    allowed = {(layout.pp, layout.tp, layout.dp, layout.cp) for layout in limits.layouts.get(task, ())}
-    contexts = context_degrees(shape, work.longest, {cp for _, _, _, cp in allowed})
-    for layout in every_layout(slot.gpus, degrees, shape.layers, contexts):
-        if task in limits.layouts and (layout.pp, layout.tp, layout.dp, layout.cp) not in allowed:
+    allowed = {(at.pp, at.tp, at.dp, at.cp, at.ep) for at in limits.layouts.get(task, ())}
+    contexts = context_degrees(shape, work.longest, {cp for _, _, _, cp, _ in allowed})
+    experts = {ep for *_, ep in allowed} or {1}  # only what is asked for
+    for layout in every_layout(slot.gpus, degrees, shape.layers, contexts, experts):
+        if task in limits.layouts and (layout.pp, layout.tp, layout.dp, layout.cp, layout.ep) not in allowed:
             continue
         if any(count % layout.batch_shares for count in limits.batches.get(task, ())):
             continue
         # One rank shares nothing with others, so all ZeRO stages are the same.
         stages = limits.fsdp if layout.dp > 1 else (min(2, limits.fsdp[0]),)
-        ways: list[Any] = list(product(stages, limits.recompute, limits.offload.get(task, _EITHER), (1,), (layout.cp,)))
+        either = limits.offload.get(task, _EITHER)
+        ways: list[Any] = list(product(stages, limits.recompute, either, (1,), (layout.cp,), (layout.ep,)))
         for micro in micros:
             if work.divides(layout.batch_shares, micro):
                 yield [Share(slot.pool, slot.first, layout.pp, layout.tp, layout.dp, micro, *way) for way in ways]

@@ -303,7 +303,7 @@ def gathering(shape: ModelShape, head: Head, pool: Pool, share: Share) -> float:
     """The seconds in which a ZeRO-3 share gathers all weights of a stage, layer by layer. 0 for other shares."""
     if not share.gathers:
         return 0.0
-    size = shape.parameters(head) * ITEMSIZE[pool.gpu.dtype] / (share.pp * share.tp)
+    size = shape.parameters(head, share.ep) * ITEMSIZE[pool.gpu.dtype] / (share.pp * share.tp)
     layers = max(1, shape.layers // share.pp)
     return all_gather(size, share.shards, pool.ring(share.shards, share.tp)) + (layers - 1) * COLLECTIVE_SECONDS
 
@@ -331,13 +331,19 @@ def _staged(steps: Floats, share: Share, pool: Pool, shape: ModelShape) -> Float
 
 def exchange(shape: ModelShape, tokens: float, share: Share, pool: Pool) -> float:
     """The seconds in which the ranks that share tokens, `tokens` each, exchange queries, keys, values and outputs in
-    all layers. Each keeps the part of its own heads."""
-    if share.cp == 1:
-        return 0.0
-    keys = max(shape.keys, shape.keys // shape.kv_heads * share.cp * share.tp)  # on several ranks if they are few
-    size = tokens * 2 * (shape.queries + keys) / share.tp * ITEMSIZE[pool.gpu.dtype]
-    moved = (share.cp - 1) / share.cp * size / (LINK * pool.ring(share.cp, share.tp))
-    return shape.layers * (4 * COLLECTIVE_SECONDS + moved)
+    all layers, and those that divide experts exchange tokens and outputs. Each keeps the part of its own heads or
+    experts."""
+    seconds, b = 0.0, ITEMSIZE[pool.gpu.dtype]
+    if share.cp > 1:
+        keys = max(shape.keys, shape.keys // shape.kv_heads * share.cp * share.tp)  # on several ranks if they are few
+        size = tokens * 2 * (shape.queries + keys) / share.tp * b
+        moved = (share.cp - 1) / share.cp * size / (LINK * pool.ring(share.cp, share.tp))
+        seconds += shape.layers * (4 * COLLECTIVE_SECONDS + moved)
+    if share.ep > 1:
+        size = tokens * 2 * shape.chosen * shape.hidden * b
+        moved = (share.ep - 1) / share.ep * size / (LINK * pool.ring(share.ep, share.tp))
+        seconds += shape.layers * shape.sparse * (3 * COLLECTIVE_SECONDS + moved)  # counts come first
+    return seconds
 
 
 @lru_cache(maxsize=8192)
@@ -646,7 +652,8 @@ class GPUCosts:
         stage, gather, hop = pass_seconds(shape, head, share, pool, tokens * samples / share.micro_batch, tokens / 2)
         stage *= self.straggling(share.batch_shares)
         pp, dp, tp = share.pp, share.shards, share.tp
-        size, ring = shape.parameters(head) / (pp * tp), pool.ring(dp, tp)
+        size, ring = shape.parameters(head, share.ep) / (pp * tp), pool.ring(dp, tp)
+        whole = shape.parameters(head) / (pp * tp)
         reduced = all_gather(self.gradient_bytes * trained * size, dp, ring)
         count = work.micro_batches(share.batch_shares, share.micro_batch)
         backwards = (3 if share.recompute else 2) * stage
@@ -658,9 +665,9 @@ class GPUCosts:
         # gradient is written in float32 to be reduced, and a part of it is added up.
         added = (ITEMSIZE[pool.gpu.dtype] + 8) * (trained * size) / (MEMORY * pool.gpu.memory_bandwidth)
         fixed += (count - 1) * added
-        fixed += self.optimizer(trained * size / (dp if share.fsdp else 1), share)
+        fixed += self.optimizer(trained * whole / dp if share.fsdp else trained * size, share)
         across = pool.ring(share.pipelines, dp * pp * tp)
-        fixed += all_reduce(self.gradient_bytes * trained * size / dp, share.pipelines, across)
+        fixed += all_reduce(self.gradient_bytes * trained * whole / dp, share.pipelines, across)
         # If ranks have equal work, the one with the longest of all samples ends last.
         longest = expected_longest(work.response, self.longest_of(share.batch_shares)) + work.prompt.mean
         # Micro-batches that are cut by tokens are equally long, except one that holds only the longest sample.
