@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,7 +135,7 @@ def test_a_process_that_is_stopped_for_good_is_killed(modules):
     stops = write("stops", "import os, signal\nprint('up')\nos.kill(os.getpid(), signal.SIGSTOP)")
     code, message = run([stops], environ, limits=LivenessLimits(1.0, 600.0, 600.0, 600.0))
     assert code == 128 + signal.SIGKILL
-    assert message.startswith("stops ended (killed, as it hung: stopped for 1 s)")
+    assert re.match(r"stops ended \(killed, as it hung: stopped for \d+ s\)", message)
 
 
 @pytest.mark.slow
@@ -147,7 +148,7 @@ def test_a_process_whose_child_is_stopped_for_good_is_killed_with_it(modules, tm
     code, message = run([write("serves", code)], environ, limits=LivenessLimits(1.0, 600.0, 600.0, 600.0))
     assert code == 128 + signal.SIGKILL
     child = int((tmp_path / "child").read_text())
-    assert f"its process {child} stopped for 1 s" in message
+    assert re.search(rf"its process {child} stopped for \d+ s", message)
     deadline = time.monotonic() + SECONDS
     while any(process.pid == child and not process.zombie for process in snapshot()):
         assert time.monotonic() < deadline
