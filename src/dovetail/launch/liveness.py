@@ -61,7 +61,7 @@ class LivenessLimits:
 @dataclass
 class _Watched:
     pid: int
-    mark: int | None
+    mark: int | None  # of its last beat
     below: bool
     beaten: bool = False
     stopped: float | None = None
@@ -89,10 +89,11 @@ class Pulses:
         """Make the file of one process, and return its path."""
         path = self.folder / name
         path.touch()
+        os.utime(path, (0, 0))
         return path
 
     def mark(self, name: str) -> int | None:
-        """A number that changes with every beat. None if there is no file."""
+        """A number that changes with every beat. 0 before the first one. None if there is no file."""
         try:
             return os.stat(self.folder / name).st_mtime_ns
         except OSError:
@@ -119,8 +120,8 @@ class Liveness:
     """`begin` and `end` say which processes run. `look`, which must be called again and again, says which hang, and
     why.
 
-    `mark(name)` changes with every beat of a process's pulse. It is None for a process without a pulse, which
-    hangs only if it is stopped. `clock` returns monotonic seconds. At most LONGEST_PERIOD_SECONDS of the time between
+    `mark(name)` changes with every beat of a process's pulse, from 0 on. It is None for a process without a pulse,
+    which hangs only if it is stopped. `clock` returns monotonic seconds. At most LONGEST_PERIOD_SECONDS of the time between
     two looks count, so that no process is killed because the watcher itself was stopped."""
 
     def __init__(
@@ -133,15 +134,18 @@ class Liveness:
         self._limits, self._mark, self._clock, self._snapshot = limits, mark, clock, snapshot
         self.period = min(LONGEST_PERIOD_SECONDS, limits.stopped / 10)
         self._watched: dict[str, _Watched] = {}
+        # The marks that ended processes left. The next process of the name may beat before `begin`.
+        self._left: dict[str, int | None] = {}
         self._looked = clock()
 
     def begin(self, name: str, pid: int, below: bool = True) -> None:
         """Watch the process `name`, which runs as `pid`. `below`: also watch the processes that it started."""
-        self._watched[name] = _Watched(pid, self._mark(name), below)
+        self._watched[name] = _Watched(pid, self._left.get(name, 0), below)
 
     def end(self, name: str) -> None:
         """Stop watching a process that has ended, or will end soon."""
-        self._watched.pop(name, None)
+        if self._watched.pop(name, None) is not None:
+            self._left[name] = self._mark(name)
 
     def look(self) -> dict[str, str]:
         """The processes that hang, each with a phrase that says how. Each is named once. Nothing is looked at if the

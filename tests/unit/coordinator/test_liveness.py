@@ -102,6 +102,20 @@ def test_a_start_takes_as_long_as_it_takes_if_something_happens():
     assert "doing nothing" in why
 
 
+def test_a_beat_before_the_first_look_counts_and_one_of_an_earlier_life_does_not():
+    world = World()
+    world.beats = 1
+    assert world.pass_time(1000) == (185.0, "silent for 180 s, doing nothing")
+    world.liveness.begin("gen-0", 10)
+    assert world.pass_time(1000) is None, "it still starts"
+    world.liveness.end("gen-0")
+    world.liveness.begin("gen-0", 10)
+    world.beats = 2
+    found = world.pass_time(1000)
+    assert found is not None
+    assert found[1] == "silent for 180 s, doing nothing"
+
+
 def test_a_watcher_that_was_stopped_itself_blames_nobody():
     world = World()
     world.pass_time(100, beating=True)
