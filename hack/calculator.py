@@ -27,7 +27,8 @@ sys.path.insert(0, sys.argv[1])
 import answers.form
 for name in (each.partition(".")[0] for each in list(sys.modules)):
     assert name not in ("numpy", "numba", "torch", "cel_expr_python"), name
-print("\\n".join(m.__file__ for n, m in sys.modules.items() if n.split(".")[0] in ("dovetail", "answers") and m.__file__))
+mine = [module for name, module in sys.modules.items() if name.split(".")[0] in ("dovetail", "answers")]
+print("\\n".join(module.__file__ for module in mine if module.__file__))
 """
 
 

@@ -121,8 +121,8 @@ class Liveness:
     why.
 
     `mark(name)` changes with every beat of a process's pulse, from 0 on. It is None for a process without a pulse,
-    which hangs only if it is stopped. `clock` returns monotonic seconds. At most LONGEST_PERIOD_SECONDS of the time between
-    two looks count, so that no process is killed because the watcher itself was stopped."""
+    which hangs only if it is stopped. `clock` returns monotonic seconds. At most LONGEST_PERIOD_SECONDS of the time
+    between two looks count, so that no process is killed because the watcher itself was stopped."""
 
     def __init__(
         self,
