@@ -31,6 +31,7 @@ LAYOUTS = {
     4: [(1, 4, 1, 2, True), (1, 4, 1, 4, True), (2, 2, 1, 2, False)],
     8: [(2, 2, 2, 2, True)],
 }
+ADAPTED = ("q_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj")
 # Packed rows of unlike and of equal lengths, whose sequences lie on several ranks.
 ROWS = ((9, 2, 12), (8, 8), (5,))
 
@@ -47,7 +48,7 @@ def training(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[
     if world < 4:
         out |= base.full_training(engine, folder, key)
         out["both heads"] = one_model(engine, ref("llama", "lm+value"))
-        out["adapters"] = base.lora_training(groups, folder, key, ref("llama"))
+        out["adapters"] = base.lora_training(groups, folder, key, ref("qwen3_moe"), targets=ADAPTED)
         balanced = Engine(base.spec(EPS, models={"actor": {"routerAuxLossCoef": 0.1}}, **kind), groups)
         out["experts"] = one_model(balanced, ref("qwen3_moe"))
     else:

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -283,11 +283,14 @@ def mixed_training(groups: Groups, path: Path) -> dict[str, Any]:
     return {"log": log, "dtypes": {str(p.dtype) for p in shards(engine).values()}}
 
 
-def lora_training(groups: Groups, folder: Path, key: str, source: ModelRef, *dropouts: float) -> dict[str, Any]:
+def lora_training(
+    groups: Groups, folder: Path, key: str, source: ModelRef, *dropouts: float, targets: Sequence[str] = ()
+) -> dict[str, Any]:
     """Adapters on the actor; dropout only for the exact replay."""
     out: dict[str, Any] = {}
     for dropout in (0.0, *dropouts):
-        engine = Engine(spec(models={"actor": {"lora": {"rank": 4, "dropout": dropout}}}), groups)
+        adapters = {"rank": 4, "dropout": dropout, "targetModules": targets}
+        engine = Engine(spec(models={"actor": {"lora": adapters}}), groups)
         engine.load(load_command(actor=source))
         base = {n: p for n, p in engine.models["actor"].module.named_parameters() if not p.requires_grad}
         before = {n: p.detach().clone() for n, p in base.items()}

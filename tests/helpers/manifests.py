@@ -287,6 +287,13 @@ RULES = [
         "spec.plan.parallelism.actor.tp is 2, but adapters with dropout (spec.models.actor.lora) are not split",
     ),
     (
+        {
+            "plan.parallelism": {"actor": {"dp": 2, "ep": 2}},
+            "models.actor.lora": {"targetModules": ["experts.down_proj"]},
+        },
+        "spec.plan.parallelism.actor.ep is 2, but adapters on experts (spec.models.actor.lora.targetModules) are not",
+    ),
+    (
         {"ppo.microBatchSize": 64, "plan.parallelism": {"actor": {"dp": 2}}},
         "on 2 data-parallel ranks of the actor; make it a multiple of 128.",
     ),
@@ -619,6 +626,16 @@ RULES = [
             f"spec.plan.parallelism.{name}.pp is 2, and spec.plan.intraStageFusion VShaped puts two stages of a model",
         )
         for name in ("actor", "critic")
+    ),
+    *(
+        (
+            {
+                "plan.parallelism": {"actor": {"dp": 2}, "critic": {"dp": 2, "ep": 2}},
+                f"models.{name}.lora": {"targetModules": ["experts.down_proj"]},
+            },
+            f"spec.plan.parallelism.critic.ep is 2, but adapters on experts (spec.models.{name}.lora.target",
+        )
+        for name in ("critic", "reward")
     ),
     *(
         (

@@ -154,6 +154,13 @@ class ModelShape:
         )
 
     @property
+    def of_experts(self) -> tuple[Linear, ...]:
+        """The matrices of the experts of one block, with the mean number of experts as their share."""
+        names, count = MODEL_FAMILIES[self.family].of_experts, self.sparse * self.experts
+        sides = (self.hidden, 2 * self.intermediate), (self.intermediate, self.hidden)
+        return tuple(Linear(name, *each, False, None, count) for name, each in zip(names, sides, strict=False))
+
+    @property
     def sparse(self) -> float:
         """The share of the blocks that have experts, if any have."""
         return 1 - self.dense / self.layers

@@ -134,7 +134,8 @@ class LoRA(Model):
     target_modules: list[Text] = Field(
         default_factory=list,
         max_length=64,
-        description="Module names; empty means every linear layer of a block.",
+        description="Module names; empty means every linear layer of a block. `experts.gate_up_proj` and "
+        "`experts.down_proj` are those of all experts.",
         json_schema_extra={"x-kubernetes-list-type": "set"},
     )
 

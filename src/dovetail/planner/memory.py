@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from dovetail.manifest.hashing import known_share
-from dovetail.manifest.model_shape import Head, ModelShape
+from dovetail.manifest.model_shape import Head, Linear, ModelShape
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task, cells
 from dovetail.planner.inventory import Inventory, Pool
@@ -158,14 +158,21 @@ class Training:
         """The parameters of LoRA's adapters in one layer, on one tensor-parallel rank."""
         if self.lora is None:
             return 0
-        rank, wanted, tp = self.lora.rank, set(self.lora.target_modules), self.layout.tp
+        rank, wanted, tp = self.lora.rank, self.lora.target_modules, self.layout.tp
         sizes = [
             linear.share * rank * (linear.inputs // (tp if linear.split == "in" else 1))
             + linear.share * rank * (linear.outputs // (tp if linear.split == "out" else 1))
-            for linear in self.shape.linears
+            for linear in [*self.shape.linears, *self.adapted_experts]
             if not wanted or linear.name in wanted
         ]
         return math.ceil(sum(sizes))
+
+    @property
+    def adapted_experts(self) -> list[Linear]:
+        """The matrices of experts that have adapters. Each pass makes them again, because peft adds the update to
+        them."""
+        wanted = [] if self.lora is None else self.lora.target_modules
+        return [matrix for matrix in self.shape.of_experts if matrix.name in wanted]
 
     @property
     def sharded(self) -> bool:
@@ -327,7 +334,8 @@ def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> d
     trained parameters of each layer, and those of embedding and head as far as one pass has both."""
     shape, tp, layers = job.shape, job.layout.tp, job.layers(stage)
     boundary = job.tokens * shape.hidden * b
-    block = job.tokens * shape.saved_bytes(b, tp)
+    made = b * sum(matrix.share * matrix.inputs * matrix.outputs for matrix in job.adapted_experts)
+    block = job.tokens * shape.saved_bytes(b, tp) + made
     saved = job.in_flight * layers * (boundary if job.recompute else block)
     if job.in_flight and job.ends(stage):
         saved += job.tokens * shape.hidden * (4 + 2 * b)  # the last norm
@@ -351,7 +359,7 @@ def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> d
         return parts
     inner = max(shape.intermediate, shape.dense_intermediate, shape.shared)
     # Gradients of a layer and of its activations are in the compute dtype. Those of embedding and head stay to the end.
-    backward = b * (layer + outer) + job.tokens * b * (2 * inner / tp + 2 * shape.hidden) + recomputed
+    backward = b * (layer + outer) + made + job.tokens * b * (2 * inner / tp + 2 * shape.hidden) + recomputed
     logits = 0.0
     if job.ends(stage) and job.head != "value":
         logits = logit_bytes(shape, job.tokens if job.outputs is None else job.outputs, b, tp)

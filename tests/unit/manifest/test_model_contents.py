@@ -212,7 +212,7 @@ def test_models_that_transformers_saves_pass(family: str, fields: dict[str, Any]
     named = [part.name for part in MODEL_FAMILIES[family].linears]
     # The head, and what OPT has around its layers, get no adapters.
     assert linear - {"lm_head", "embed_out", "project_in", "project_out"} == set(named)
-    assert target_problem(named, MODEL_FAMILIES[family]) is None
+    assert target_problem(named, 0.1, MODEL_FAMILIES[family]) is None
     wider = {**json.loads((tmp_path / "config.json").read_text()), "vocab_size": 65}
     (tmp_path / "config.json").write_text(json.dumps(wider))
     with pytest.raises(DataError, match="has shape"):

@@ -296,7 +296,7 @@ def test_fields_by_names_of_their_own_and_patterns_of_layers_are_read() -> None:
     few = ModelShape.of(config_of("nemotron_h", layers_block_type=kinds).to_dict())
     assert (few.layers, few.linear) == (4, 3)
     assert few.kv_bytes(2) == 2 * 2 * few.kv_heads * few.head_dim
-    assert "remove lora" in str(target_problem((), MODEL_FAMILIES["gpt2"]))
+    assert "remove lora" in str(target_problem((), 0, MODEL_FAMILIES["gpt2"]))
 
 
 def test_a_router_s_bias_stays_float32(tmp_path: Path) -> None:

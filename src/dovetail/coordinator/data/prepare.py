@@ -482,7 +482,7 @@ def _check_targets(lora: LoRA, source: Path | ScratchModel, field: str) -> None:
     """Raises DataError if the model has no layer of a name in `targetModules`."""
     config = {"model_type": source.architecture} if isinstance(source, ScratchModel) else model_config(source)
     family = MODEL_FAMILIES.get(str(config.get("model_type"))) if isinstance(config, dict) else None
-    if family is not None and (why := target_problem(lora.target_modules or (), family)) is not None:
+    if family is not None and (why := target_problem(lora.target_modules, lora.dropout, family)) is not None:
         raise DataError(f"{field}: {why}")
 
 

@@ -276,7 +276,9 @@ def _adapters(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
     for name in TRAINED:
         lora = getattr(spec.models, name).lora
         family = MODEL_FAMILIES.get(_family_name(spec, name, base))
-        if lora is not None and family is not None and (why := target_problem(lora.target_modules or (), family)):
+        if lora is None or family is None:
+            continue
+        if (why := target_problem(lora.target_modules, lora.dropout, family)) is not None:
             yield f"spec.models.{name}.lora.targetModules: {why}."
 
 

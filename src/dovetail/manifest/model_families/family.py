@@ -246,6 +246,11 @@ class ModelFamily:
         return self.matrices if self.experts is None else self.experts.matrices
 
     @property
+    def of_experts(self) -> tuple[str, ...]:
+        """The names by which adapters are asked for on the parameters of all experts of a layer."""
+        return () if self.experts is None else tuple(f"experts.{name}" for name in EXPERT_MATRICES)
+
+    @property
     def splits(self) -> bool:
         """Whether tensor-parallel ranks can share its layers. They cannot share fused layers or experts."""
         return self.experts is None and not self.kinds and all(part.split is not None for part in self.linears)

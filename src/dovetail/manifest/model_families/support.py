@@ -115,11 +115,13 @@ def served_problem(config: Mapping[str, Any], vllm_args: Sequence[str]) -> str |
     )
 
 
-def target_problem(targets: Collection[str], family: ModelFamily) -> str | None:
+def target_problem(targets: Collection[str], dropout: float, family: ModelFamily) -> str | None:
     """The reason why adapters cannot be put on the layers of these names, without a full stop. None if they can."""
     if family.kinds:
         return f"the planner does not count adapters of {family.name} models; remove lora"
-    names = [part.name for part in family.linears]
+    names = [*(part.name for part in family.linears), *family.of_experts]
+    if dropout and (experts := set(targets) & {*family.of_experts}):
+        return f"adapters of {min(experts)} have no dropout; set lora.dropout to 0"
     unknown = sorted(set(targets) - set(names))
     return f"no layer is called {unknown[0]!r}; {family.name} models have {', '.join(names)}" if unknown else None
 

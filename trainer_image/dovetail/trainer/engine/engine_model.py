@@ -86,6 +86,8 @@ class EngineModel:
         stage.share_tokens(groups.token_ranks, groups.tp_size)
         split = split_stage(stage, groups.tp_mesh)
         if groups.ep_mesh is not None:
+            if any(".experts.lora_" in n for n, _ in stage.named_parameters()):
+                raise ModelError(f"models.{name}.lora.targetModules: adapters on experts need ep 1")
             split = split._replace(experts=divide_experts(stage, groups.ep_mesh))
         if checkpointing:
             recompute(stage)

@@ -54,7 +54,6 @@ class SavedModel:
     def write_adapter(self, folder: Path, base: str) -> None:
         """Write the adapters into an empty folder, as PEFT reads them. `base`: the model to which they belong, as
         adapter_config.json names it. Raises the same errors as `write`."""
-        from peft import LoraConfig
         from safetensors.torch import save_file
 
         assert self.adapters is not None
@@ -64,17 +63,15 @@ class SavedModel:
         self._read(tensors)
         found = {f"base_model.model.{lora.saved_name(name)}": tensor for name, tensor in tensors.items()}
         save_file(found, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
-        LoraConfig(
-            r=self.adapters.rank,
-            lora_alpha=self.adapters.alpha,  # type: ignore[arg-type]
-            lora_dropout=self.adapters.dropout,
-            target_modules=lora.targets(stage, self.adapters),
-            bias="none",
+        described = lora.described(
+            stage,
+            self.adapters,
             task_type="SEQ_CLS" if stage.head == "value" else "CAUSAL_LM",
             modules_to_save=[VALUE_HEAD] if stage.head == "value" else None,
             base_model_name_or_path=base,
             inference_mode=True,
-        ).save_pretrained(str(folder))
+        )
+        described.save_pretrained(str(folder))
 
     def _stage(self) -> PipelineStage:
         """The whole model on the meta device, with adapters. Without adapters it has the dtype of exports, so that the

@@ -20,7 +20,7 @@ from dovetail.manifest.checks.scratch import (
 )
 from dovetail.manifest.model_families.support import text_part
 from dovetail.manifest.sizes import draws_on_cpus, trained_models, trainer_world, world_size
-from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
+from dovetail.manifest.types import LoRA, Parallelism, RLHFJobSpec, Stage
 
 # ---------------------------------------------------------------- pinned layouts
 
@@ -128,7 +128,7 @@ def _layers_for_two_stages(name: str) -> Rule:
     )
 
 
-def _whole_adapters(model: str) -> Rule:
+def _adapters_fit(model: str, degree: str, fit: Callable[[LoRA], bool], why: str) -> Rule:
     def pinned(spec: RLHFJobSpec) -> tuple[str, Parallelism]:
         return (pinned_layouts(spec) or {}).get(model, ("", Parallelism()))
 
@@ -136,14 +136,23 @@ def _whole_adapters(model: str) -> Rule:
         if model not in trained_models(spec) or trainer_world(spec) == 0:
             return True
         lora = getattr(spec.models, model).lora
-        return pinned(spec)[1].tp == 1 or lora is None or lora.dropout == 0
+        return getattr(pinned(spec)[1], degree) == 1 or lora is None or fit(lora)
 
     return spec_rule(
         holds,
-        f"{{field}}.tp is {{tp}}, but adapters with dropout (spec.models.{model}.lora) are not split over "
-        "tensor-parallel ranks; make tp 1, or the dropout 0.",
-        {"field": lambda spec: pinned(spec)[0], "tp": lambda spec: pinned(spec)[1].tp},
+        f"{{field}}.{degree} is {{degree}}, but {why}.",
+        {"field": lambda spec: pinned(spec)[0], "degree": lambda spec: getattr(pinned(spec)[1], degree)},
     )
+
+
+def _whole_adapters(model: str) -> Rule:
+    why = f"adapters with dropout (spec.models.{model}.lora) are not split over tensor-parallel ranks"
+    return _adapters_fit(model, "tp", lambda lora: lora.dropout == 0, f"{why}; make tp 1, or the dropout 0")
+
+
+def _whole_experts(model: str) -> Rule:
+    why = f"adapters on experts (spec.models.{model}.lora.targetModules) are not divided over ranks; make ep 1"
+    return _adapters_fit(model, "ep", lambda lora: not any(n.startswith("experts.") for n in lora.target_modules), why)
 
 
 def _actor_and_critic(spec: RLHFJobSpec) -> tuple[Parallelism, Parallelism]:
@@ -183,7 +192,7 @@ LAYOUT_RULES = (
             _layers_for_two_stages,
         )
     ),
-    *(_whole_adapters(model) for model in ("actor", "critic", "reward")),
+    *(rule(model) for model in ("actor", "critic", "reward") for rule in (_whole_adapters, _whole_experts)),
     spec_rule(
         _same_tensor_parallel,
         "spec.plan.parallelism: the actor's tp {actor} and the critic's tp {critic} differ, but both train on the same "
