@@ -183,7 +183,7 @@ def _fields(
     some |= {} if family.experts is None else {family.experts.chosen: sizes["chosen"], "n_group": 1, "topk_group": 1}
     small = resized(config, 3, **{**inner, **sizes}, **some, word_embed_proj_dim=sizes["hidden_size"], pad_token_id=0)
     filling = sizes["hidden_size"] // sizes["num_attention_heads"]
-    found = {**small.to_dict(), "model_type": family.name} | ({"head_dim": sizes["head_dim"]} if free else {})
+    found = {**small.to_dict(), "model_type": family.model_type} | ({"head_dim": sizes["head_dim"]} if free else {})
     if not free and not family.latent and found.get("head_dim"):
         found["head_dim"] = filling
     first = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
@@ -265,7 +265,7 @@ def judge(kind: str, scratch: Path) -> ModelFamily | str:
         return NOT_WANTED[kind]
     try:
         config = usual_config(kind)
-        if config.model_type != kind:
+        if config.model_type != kind.partition("+")[0]:
             return f"its folders are of the type `{config.model_type}`"
         if (why := foreign(config.to_dict())) is not None:
             inner = getattr(config.get_text_config(), "model_type", kind)
@@ -279,7 +279,7 @@ def judge(kind: str, scratch: Path) -> ModelFamily | str:
         if (forward, packs) == ("layers", False) and checked != "packing":
             continue
         try:
-            family = replace(derive_family(config, forward), packs=packs)
+            family = replace(derive_family(kind, forward), packs=packs)
             with known(family):
                 family = measured(config, family)
             found = prove(config, scratch / f"{forward}-{'packed' if packs else 'rows'}", family, ranks=False)
@@ -327,7 +327,7 @@ def judged(kinds: list[str]) -> Iterator[tuple[str, ModelFamily | str]]:
 def main() -> int:
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
-    kinds = sys.argv[1:] or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    kinds = sys.argv[1:] or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(n for n in MODEL_FAMILIES if "+" in n)]
     held = json.loads(TABLE.read_text()) if TABLE.is_file() else {"families": [], "refused": {}}
     rows = {each["name"]: each for each in held["families"] if each["name"] not in kinds}
     refused = {kind: why for kind, why in held["refused"].items() if kind not in kinds}

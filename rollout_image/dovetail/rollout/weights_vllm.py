@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.models.config import family_facts
 from dovetail.models.links.deadline import TransferError
 from dovetail.models.source import in_files
 from dovetail.protocol.messages import Receive, SendOn
@@ -70,7 +70,7 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         copy = ReceivedCopy() if sends else None
         self._peers = None if copy is None else PeerSender(copy, os.environ.get(HOST, "127.0.0.1"))
         self._receiver = WeightReceiver(device, rank, copy)
-        self._family = MODEL_FAMILIES[vllm_config.model_config.hf_config.model_type]
+        self._family = family_facts(vllm_config.model_config.hf_config)
         self._arrived: int | None = None
         self._parameters = compat.loaded_parameters(model)
         # Find these now, because a session that breaks off leaves modules without the weights that they share.

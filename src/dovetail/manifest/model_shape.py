@@ -14,7 +14,7 @@ from typing import Any, Literal
 from dovetail.manifest.hashing import hashed_once
 from dovetail.manifest.model_families import MODEL_FAMILIES, ModelFamily
 from dovetail.manifest.model_families.family import Width, fields_of, width_of
-from dovetail.manifest.model_families.support import problem, text_part
+from dovetail.manifest.model_families.support import family_of, problem, text_part
 
 # A model computes at each position logits of the vocabulary, one value, or both.
 Head = Literal["lm", "value", "lm+value"]
@@ -86,7 +86,8 @@ class ModelShape:
         if (why := problem(config)) is not None:
             raise ShapeError(why)
         config = text_part(config)
-        family = MODEL_FAMILIES[config["model_type"]]
+        family = family_of(config)
+        assert family is not None, "problem has refused other types"
         config = _as_used(config) if family.kinds else config
         told = {**family.defaults, **config}
         config = told if family.kinds else config
@@ -346,7 +347,7 @@ def _as_used(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _sums(config: Mapping[str, Any], family: ModelFamily) -> tuple[tuple[Width, int], ...]:
     for name in sorted({name for width in family.sums for name in fields_of(width)}):
-        _whole(config, name)
+        _whole(config, name, 0 if "expert" in name else 1)  # some models of a type have no experts
     return tuple((width, width_of(width, config)) for width in sorted(family.sums))
 
 
@@ -367,8 +368,8 @@ def _expert_parameters(shape: ModelShape, tp: int = 1, ep: int = 1) -> float:
     return shape.sparse * shape.experts * (one / ep + shape.hidden + experts.bias)
 
 
-def _whole(config: Mapping[str, Any], name: str) -> int:
+def _whole(config: Mapping[str, Any], name: str, least: int = 1) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ShapeError(f"the model's {name} is {value!r}; it must be a whole number above 0")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ShapeError(f"the model's {name} is {value!r}; it must be a whole number above {least - 1}")
     return value

@@ -29,7 +29,7 @@ from dovetail.manifest.base import (
     Text,
 )
 from dovetail.manifest.field_policy import ANYTIME, WHEN_RESUMED, WHEN_SUSPENDED, NoEffect, OnCluster, fixed
-from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.model_families import MODEL_TYPES
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.training_types import (
     DPO,
@@ -89,7 +89,7 @@ class Role(StrEnum):
 if TYPE_CHECKING:
     Architecture = str
 else:
-    Architecture = Literal[tuple(MODEL_FAMILIES)]
+    Architecture = Literal[MODEL_TYPES]
 
 
 class ScratchModel(Model):

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.manifest.model_families.support import problem, text_part
+from dovetail.manifest.model_families import ModelFamily
+from dovetail.manifest.model_families.support import family_of, problem, text_part
 from dovetail.protocol.errors import last_line
 from dovetail.protocol.messages import ModelRef
 
@@ -44,6 +44,13 @@ def without_dropout(config: Any) -> Any:
     return copy
 
 
+def family_facts(config: Any) -> ModelFamily:
+    """The facts about the family of a transformers configuration. Raises ModelError if its type is not trained."""
+    if (found := family_of(config.to_dict())) is None:
+        raise ModelError(f"model type {config.model_type!r} is not supported")
+    return found
+
+
 def is_tied(config: Any) -> bool:
     """Whether the vocabulary projection is the input embedding's weight."""
     return bool(getattr(config, "tie_word_embeddings", False))
@@ -54,7 +61,7 @@ def balance_coefficient(config: Any, asked: float | None) -> float:
 
     `asked` is the manifest's value. If it is None, the model's configuration decides. With `output_router_logits` the
     factor is its `router_aux_loss_coef`. Otherwise it is 0."""
-    if not MODEL_FAMILIES[config.model_type].softmax_routers:
+    if not family_facts(config).softmax_routers:
         return 0.0
     if asked is not None:
         return asked

@@ -75,12 +75,14 @@ _COUNTS = {
 }
 _INNER = ("intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_intermediate_size")
 _LAYERS = 12
-# Fields of published models where the defaults of transformers' class are those of another kind: Granite 4 without
-# Mamba's layers and experts.
+# Fields of published models where the defaults of transformers' class are those of another kind. Granite 4 without
+# Mamba's layers and experts is one family, and granite-4.0-h-tiny shows the other. So do DeepSeek-V2-Lite and V2.
+_LITE = {"q_lora_rank": None, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_intermediate_size": 1408}
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "sliding_window": None}
     | {"first_k_dense_replace": 1, "norm_topk_prob": True, "num_key_value_heads": 32},
-    "deepseek_v2": {"q_lora_rank": None},
+    "deepseek_v2": _LITE,
+    "deepseek_v2+q_lora": {**_LITE, "q_lora_rank": 1536},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": 8, "num_key_value_heads": 8},
@@ -97,6 +99,21 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"] * 32,
         "num_local_experts": 0,
         "position_embedding_type": "rope",
+    },
+    "granitemoehybrid+mamba": {
+        "layer_types": (["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 4) * 4,
+        "num_hidden_layers": 40,
+        "hidden_size": 1536,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "num_local_experts": 64,
+        "num_experts_per_tok": 6,
+        "intermediate_size": 512,
+        "mamba_n_heads": 48,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "tie_word_embeddings": True,
+        "vocab_size": 100352,
     },
 }
 # What transformers says nowhere.
@@ -123,10 +140,10 @@ _ONLY_KNOWN: dict[str, dict[str, Any]] = {
 
 
 def usual_config(kind: str, **fields: Any) -> Any:
-    """transformers' configuration of a type, as models of it are published, with other `fields`."""
+    """transformers' configuration of a family, as models of it are published, with other `fields`."""
     from transformers import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[kind](**{**_PUBLISHED.get(kind, {}), **fields})
+    return CONFIG_MAPPING[kind.partition("+")[0]](**{**_PUBLISHED.get(kind, {}), **fields})
 
 
 def resized(config: Any, layers: int, **sizes: Any) -> Any:
@@ -138,7 +155,9 @@ def resized(config: Any, layers: int, **sizes: Any) -> Any:
     if not before:
         raise ModelError("its config.json has no num_hidden_layers, from which Dovetail takes the number of layers")
     sizes = {**{aliases[name]: size for name, size in sizes.items() if name in aliases}, **sizes}
-    has = {name for name, value in known.items() if value is False or value != 0}  # no experts stay no experts
+    # No experts stay no experts, and queries that are made of no latent state stay so.
+    has = {name for name, value in known.items() if value is False or value != 0}
+    has -= set() if known.get("q_lora_rank") else {"q_lora_rank"}
     fields = {**known, **{name: value for name, value in sizes.items() if name in has}}
     fields |= {count: layers} if count in known else {}
     if known.get("head_dim") and known["head_dim"] == known.get("qk_rope_head_dim"):  # the part with rotary positions
@@ -184,17 +203,17 @@ def whole_model(config: Any, **options: Any) -> Any:
         raise ModelError(f"transformers cannot build the model: {last_line(error)}") from error
 
 
-def derive_family(config: Any, forward: Literal["layers", "body", "own"] = "layers") -> ModelFamily:
-    """The facts about the family of `config`, if `forward` computes it, except what autograd keeps (`kept`), which must
-    be measured, and `packs`, which must be proved. Raises ModelError if stages cannot compute such a model."""
+def derive_family(kind: str, forward: Literal["layers", "body", "own"] = "layers") -> ModelFamily:
+    """The facts about the family `kind` (`ModelFamily.name`), if `forward` computes it, except what autograd keeps
+    (`kept`), which must be measured, and `packs`, which must be proved. Raises ModelError if stages cannot compute such
+    a model."""
     if forward != "layers":
-        return _whole_body(config.model_type, forward)
+        return _whole_body(kind, forward)
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     )
 
-    kind = config.model_type
     plain = usual_config(kind)  # what the class itself says of fields that a configuration leaves out
     known = plain.to_dict()
     small = resized(plain, _LAYERS, **_SIZES, **{name: 3 for name in _SHARED if known.get(name)})
@@ -216,9 +235,9 @@ def derive_family(config: Any, forward: Literal["layers", "body", "own"] = "laye
     buffers = {n for each in body.layers for n, _ in each.named_buffers()}
     if odd := sorted(n for n in buffers - single if n not in saved or not n.endswith("bias")):
         raise ModelError(f"the layers of {kind} models hold {odd[0]} beside their weights, which stages do not restore")
-    experts = _experts(layer, small, kind)
+    experts = _experts(layer, small, plain.model_type)
     linears, inner, experts = _linears(plain, layer, plain_layer, linear_layer, small, experts)
-    renamed = _renamed(kind)
+    renamed = _renamed(plain.model_type)
     vectors = {} if linear_layer is None else _vectors(linear_layer, layer, small)
     constants = {n for n, p in layer.named_parameters() if not p.requires_grad} | {n for n, _ in layer.named_buffers()}
     kept_as_is = [n for n in ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window") if n in known]
@@ -237,8 +256,8 @@ def derive_family(config: Any, forward: Literal["layers", "body", "own"] = "laye
     ]
     sizes += sorted({p.bias for p in linears if known.get(p.bias) is True})
     sizes += sorted({n for w in vectors.values() for product in w.split("+") for n in product.split("*")})
-    classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind, "")
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind].removesuffix("ForCausalLM")
+    classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(plain.model_type, "")
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[plain.model_type].removesuffix("ForCausalLM")
     other = classifier.removesuffix("ForSequenceClassification")
     norm: Any = parts[norms[0]]
     heads = {n.rpartition(".")[2]: m for n, m in layer.named_modules() if _is_norm(m) and "." in n}
@@ -329,8 +348,8 @@ def _whole_body(kind: str, forward: Literal["body", "own"]) -> ModelFamily:
     constants = {n for each in layers for n, p in each.named_parameters() if not p.requires_grad} | {
         n for each in layers for n, _ in each.named_buffers() if n in each.state_dict()
     }
-    renamed = _renamed(kind)
-    found = CLASSES[kind]
+    renamed = _renamed(plain.model_type)
+    found = CLASSES[plain.model_type]
     classes = found.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     return ModelFamily(
         name=kind,
@@ -360,7 +379,7 @@ def _whole_body(kind: str, forward: Literal["body", "own"]) -> ModelFamily:
         kinds=kinds,
         pattern=pattern,
         aliases=aliases,
-        matrices=_matrices(kind),
+        matrices=_matrices(plain.model_type),
         **{"keys": keys} | _ONLY_KNOWN.get(kind, {}),
     )
 
@@ -780,6 +799,7 @@ def _sums(config: Any) -> dict[int, Width]:
     both = [f"num_attention_heads*qk_nope_head_dim+num_attention_heads*{n}" for n in ("qk_rope_head_dim", "v_head_dim")]
     known = config.to_dict()
     if "kv_lora_rank" in known:
+        names = names if known["q_lora_rank"] else names[1:]
         return {width_of(name, known): name for name in (*names, *both)}
     if known.get("shared_intermediate_size") and getattr(config, "num_local_experts", 0):
         return {config.shared_intermediate_size * n: "+".join(["shared_intermediate_size"] * n) for n in (1, 2)}

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.manifest.model_families import MODEL_FAMILIES, ModelFamily
+from dovetail.manifest.model_families import ModelFamily
 from dovetail.manifest.model_families.support import text_part
 from dovetail.manifest.model_shape import Head
+from dovetail.models.config import family_facts
 from dovetail.models.model_stage import SCORE_BIAS, VALUE_HEAD_FILE
 from dovetail.protocol.files.durable import read_object, sync
 
@@ -149,7 +150,7 @@ def exported_config(config: Any, head: Head, dtype: torch.dtype, subtract: float
     """The config.json of the trained model. It is the source's config.json (in the folder `config.name_or_path`) with
     the trained model's architecture, dtype and head. Fields are there in the forms of Transformers 4 and 5. `subtract`:
     see `HuggingFaceWriter.finish`."""
-    family = MODEL_FAMILIES[config.model_type]
+    family = family_facts(config)
     source = text_part(read_object(Path(config.name_or_path) / "config.json")) if config.name_or_path else {}
     fields: dict[str, Any] = dict(source) | config.to_dict() | _rotary_fields(config, source, family)
     if family.experts is not None:

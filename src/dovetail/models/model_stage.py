@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_shape import Head, ModelShape
-from dovetail.models.config import ModelError, is_tied, without_dropout
+from dovetail.models.config import ModelError, family_facts, is_tied, without_dropout
 from dovetail.models.layers.expert_routing import replays
 from dovetail.models.layers.packing import LayerCalls, Packing, Past
 from dovetail.models.layers.predictions import Predicted, Predictions, Vocabulary, predict
@@ -79,7 +78,7 @@ class PipelineStage(nn.Module):
         # The stages that this rank holds, in their order.
         self.stages = stages_at(pp_rank, pp_size, chunks, loop)
         self.is_first, self.is_last = 0 in self.stages, self._last_stage in self.stages
-        self.family = MODEL_FAMILIES[config.model_type]
+        self.family = family_facts(config)
         try:
             self.chunk_layers = [layer_range(config.num_hidden_layers, s, self._last_stage + 1) for s in self.stages]
         except LayoutError as error:

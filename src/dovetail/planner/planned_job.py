@@ -10,7 +10,7 @@ from typing import Any
 from dovetail.fusion.lengths import Lengths
 from dovetail.gpus.gpu_products import GPU, gpu
 from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample, pinned_layouts
-from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.model_families.support import family_of
 from dovetail.manifest.model_shape import Head, ModelShape, ShapeError
 from dovetail.manifest.sizes import has_critic, owner, pod_count, shares_body, trained_models, trainer_world
 from dovetail.manifest.types import Dtype, Group, ModelSource, Parallelism, RLHFJobSpec, Role, Stage
@@ -271,7 +271,9 @@ def _scratch(spec: RLHFJobSpec, source: ModelSource) -> dict[str, Any] | None:
     made = source.scratch
     trained = spec.models.tokenizer.train
     vocabulary = {} if trained is None else {"vocab_size": trained.vocab_size}
-    return {**MODEL_FAMILIES[made.architecture].defaults, **made.config, **vocabulary, "model_type": made.architecture}
+    told = {**made.config, **vocabulary, "model_type": made.architecture}
+    family = family_of(told)
+    return {**(family.defaults if family else {}), **told}
 
 
 # Splitting a model or interleaving must gain this factor over doing neither, because the cost model is not exact.

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from dovetail.coordinator.data.downloads.proof import DEADLINE
 from dovetail.manifest.checks.model_contents import model_config
-from dovetail.manifest.model_families import MODEL_FAMILIES, ModelFamily
+from dovetail.manifest.model_families import MODEL_TYPES, ModelFamily
 from dovetail.manifest.model_families.family import layers_at
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.models import HuggingFaceWriter, ModelError, PipelineStage, build_stage, load_config
+from dovetail.models.config import family_facts
 from dovetail.models.derive import derive_family, differences, known, resized
 from dovetail.models.layers.token_ranks import TokenRanks
 from dovetail.models.source import in_files
@@ -70,7 +71,7 @@ _MOST_LAYERS = 16
 Degree = Literal["tp", "cp"]
 _PATIENCE = timedelta(seconds=DEADLINE)
 _FIELDS = {"tied": "tie_word_embeddings"}  # facts that are the defaults of these fields
-_MEND = f"use a model of another type: {', '.join(MODEL_FAMILIES)}"
+_MEND = f"use a model of another type: {', '.join(MODEL_TYPES)}"
 
 
 def prove_model(ref: ModelRef, scratch: Path) -> list[Finding]:
@@ -94,9 +95,9 @@ def prove(
     check, in order. A problem refuses the model. `family`: its facts, if they are not those of the table. `ranks`: also
     start two processes that share layers and tokens. `stated`: the fields that config.json has, whose defaults do not
     matter."""
-    found = family or MODEL_FAMILIES[config.model_type]
+    found = family or family_facts(config)
     try:
-        changed = _changed(found, derive_family(config, found.forward), stated)
+        changed = _changed(found, derive_family(found.name, found.forward), stated)
         if changed:
             says = f"the installed transformers gives {found.name} models other parts ({', '.join(sorted(changed))})"
             return [Finding("parts", "problem", says, "install the transformers that Dovetail's requirements name")]

@@ -59,7 +59,7 @@ def test_a_family_tried_for_a_while_leaves_the_table_as_it_was() -> None:
 @pytest.mark.parametrize("kind", sorted(MODEL_FAMILIES))
 def test_the_table_holds_what_transformers_says(kind: str) -> None:
     family = MODEL_FAMILIES[kind]
-    found = derive_family(config_of(kind), family.forward)
+    found = derive_family(kind, family.forward)
     measured = tuple(replace(one, kept=two.kept) for one, two in zip(found.kinds, family.kinds, strict=True))
     found = replace(found, kinds=measured)
     if not family.splits:  # two ranks may have refused to share what the plan shares
@@ -97,13 +97,13 @@ def test_facts_that_transformers_does_not_bear_out_are_found(
 def test_a_norm_after_the_embedding_that_nobody_knows_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(derive._ONLY_KNOWN, "nanochat")
     config = config_of("nanochat")
-    found = [f for f in prove(config, tmp_path, derive_family(config), ranks=False) if f.state == "problem"]
+    found = [f for f in prove(config, tmp_path, derive_family(config.model_type), ranks=False) if f.state == "problem"]
     assert "attention does not compute" in found[0].says
 
 
 def test_layers_that_hand_no_packing_on_are_trained_as_rows_or_refused(tmp_path: Path) -> None:
     config = config_of("stablelm")
-    found = [f for f in prove(config, tmp_path, derive_family(config), ranks=False) if f.state == "problem"]
+    found = [f for f in prove(config, tmp_path, derive_family(config.model_type), ranks=False) if f.state == "problem"]
     assert "packed sequences change each other" in found[0].says
     assert "stablelm" in REFUSED or not MODEL_FAMILIES["stablelm"].packs
 
@@ -286,6 +286,45 @@ def test_the_planner_counts_published_sizes_by_fields(kind: str) -> None:
     config = config_of(kind)
     actual = sum(p.numel() for p in whole_model(config).parameters())
     assert ModelShape.of(config.to_dict()).parameters() == pytest.approx(actual, rel=0.01)
+
+
+HYBRID = "granitemoehybrid+mamba"
+
+
+@pytest.mark.parametrize(
+    ("fields", "family"),
+    [
+        ({}, HYBRID),  # 4.0 H Tiny
+        ({"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 8192}, HYBRID),  # 4.0 H Micro
+        ({"num_local_experts": 0, "layer_types": ["full_attention"] * 40}, "granitemoehybrid"),  # 4.0 Micro
+        ({"layer_types": ["full_attention"] * 40}, HYBRID),  # experts
+    ],
+)
+def test_a_config_json_says_of_which_family_of_its_type_it_is(
+    fields: dict[str, Any], family: str, tmp_path: Path
+) -> None:
+    """Also with the names of Transformers 4. Of either family the planner counts the parameters."""
+    config = config_of(HYBRID, **fields)
+    old = {"linear_attention": "mamba", "full_attention": "attention"}
+    published = {**config.to_dict(), "layer_types": [old[kind] for kind in config.layer_types]}
+    shape = ModelShape.of(published)
+    assert shape.family == family
+    assert shape.linear == published["layer_types"].count("mamba")
+    assert shape.parameters() == pytest.approx(sum(p.numel() for p in whole_model(config).parameters()), rel=0.01)
+    found = {f.check: f for f in prove(config, tmp_path)}
+    assert [f.says for f in found.values() if f.state in ("problem", "warning")] == []
+    assert found["context parallelism"].state == ("ok" if family == "granitemoehybrid" else "skipped")
+
+
+def test_deepseek_v2_lite_is_counted_and_proved(tmp_path: Path) -> None:
+    """It has 15.7 billion parameters. V2 makes its queries of a latent state."""
+    lite = {"hidden_size": 2048, "intermediate_size": 10944, "num_attention_heads": 16, "num_key_value_heads": 16}
+    config = config_of("deepseek_v2", num_hidden_layers=27, **lite)
+    shape = ModelShape.of(config.to_dict())
+    assert (shape.family, shape.dense) == ("deepseek_v2", 1)
+    assert shape.parameters() == pytest.approx(15.7e9, rel=0.001)
+    assert ModelShape.of({**config.to_dict(), "q_lora_rank": 1536}).family == "deepseek_v2+q_lora"
+    assert [f.says for f in prove(config, tmp_path, ranks=False) if f.state in ("problem", "warning")] == []
 
 
 def test_fields_by_names_of_their_own_and_patterns_of_layers_are_read() -> None:

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models.layers.packing import ROWS, KVCache, Past
 from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.budgets import SCORER_CPU_TOKENS, SCORER_LOGIT_BYTES, SCORER_TOKENS
@@ -117,7 +116,7 @@ class ModelScorer:
 
     def _build(self, name: Model, ref: ModelRef) -> SplitModel:
         built = build_split(ref, self._split.get(name, 1), self.devices, self.dtype, on_host=self.host is not None)
-        if self.device.type == "cpu" and MODEL_FAMILIES[built.config.model_type].experts is not None:
+        if self.device.type == "cpu" and built.family.experts is not None:
             from dovetail.models.layers.expert_routing import use_whole_experts
 
             for stage in built.stages:
@@ -174,7 +173,7 @@ class ModelScorer:
         number of response tokens that all models have processed. It is 0 for samples without room, and if layers of a
         model continue no cache. It raises the same errors as `score`."""
         models = self._asked(want, samples, temperature)
-        if not all(MODEL_FAMILIES[model.config.model_type].packs for _, model in models):
+        if not all(model.family.packs for _, model in models):
             return [0] * len(samples.tokens)  # such layers continue no cache
         prefixes = self._found(samples)
         parts, kept, used = [], [], 0

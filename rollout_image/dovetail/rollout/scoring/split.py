@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dovetail.manifest.model_families import ModelFamily
 from dovetail.models import PipelineStage, build_stage
 from dovetail.models.config import load_config
 from dovetail.models.layers.packing import Past
@@ -47,6 +48,10 @@ class SplitModel:
     @property
     def config(self) -> Any:
         return self.stages[0].config
+
+    @property
+    def family(self) -> ModelFamily:
+        return self.stages[0].family
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of all stages, with the names of the whole model."""

@@ -23,8 +23,7 @@ from dovetail.gpus.kernel_check import my_capability
 from dovetail.gpus.kernels import serving_dtype, show
 from dovetail.manifest.accelerators import SLEEP
 from dovetail.manifest.checks.scratch import cpu_head_error, head_size
-from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.manifest.model_families.support import replay_error, served_problem, text_part
+from dovetail.manifest.model_families.support import family_of, replay_error, served_problem, text_part
 from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.sizes import relays_weights
 from dovetail.manifest.training_types import AUTO_LAG
@@ -309,7 +308,7 @@ def kv_setup(env: ProcessEnv, config: Mapping[str, Any], on_cpu: bool, dtype: st
     layers, because vLLM lays out their caches by kind only without such a connector, and for models of which
     transformers' body computes a stage. It is also None for models with
     windows, because vLLM frees the blocks behind a window, and moves of the rest are not tested."""
-    family = MODEL_FAMILIES.get(str(config.get("model_type")))
+    family = family_of(config)
     if len(set(config.get("layer_types") or ())) > 1 or (
         family is not None and (family.kinds or family.windowed(config))
     ):

@@ -41,8 +41,7 @@ from dovetail.coordinator.data.token_table import Tokenizing, TokenTable, token_
 from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.checks.model_contents import model_config
 from dovetail.manifest.fixed_names import MODEL_NAMES, DataKind
-from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.manifest.model_families.support import target_problem
+from dovetail.manifest.model_families.support import family_of, target_problem
 from dovetail.manifest.sizes import TRAINED, owner
 from dovetail.manifest.types import LoRA, ModelSource, RLHFJobSpec, ScratchModel, Stage, TrainedModel
 from dovetail.protocol.files.durable import sync
@@ -480,8 +479,9 @@ def model_sources(spec: RLHFJobSpec, base_dir: Path, hub: Hub) -> dict[str, Path
 
 def _check_targets(lora: LoRA, source: Path | ScratchModel, field: str) -> None:
     """Raises DataError if the model has no layer of a name in `targetModules`."""
-    config = {"model_type": source.architecture} if isinstance(source, ScratchModel) else model_config(source)
-    family = MODEL_FAMILIES.get(str(config.get("model_type"))) if isinstance(config, dict) else None
+    scratch = isinstance(source, ScratchModel)
+    config = {"model_type": source.architecture, **source.config} if scratch else model_config(source)
+    family = family_of(config) if isinstance(config, dict) else None
     if family is not None and (why := target_problem(lora.target_modules, lora.dropout, family)) is not None:
         raise DataError(f"{field}: {why}")
 

@@ -13,8 +13,7 @@ from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.checks.model_contents import folder_problems, model_config, tokenizer_problem
 from dovetail.manifest.checks.scratch import SIZES, cpu_head_error, is_count
 from dovetail.manifest.fixed_names import DATA_ENDINGS, data_files
-from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.manifest.model_families.support import replay_error, served_problem, target_problem
+from dovetail.manifest.model_families.support import family_of, replay_error, served_problem, target_problem
 from dovetail.manifest.model_shape import ModelShape, ShapeError
 from dovetail.manifest.sizes import TRAINED, draws_on_cpus, owner
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, Stage
@@ -196,11 +195,6 @@ def _trained_config(spec: RLHFJobSpec, name: str, base: Path) -> dict[str, Any]:
     return _config(None if first is None else getattr(spec.models, first).source, base)
 
 
-def _family_name(spec: RLHFJobSpec, name: str, base: Path) -> Any:
-    """`model_type` of a trained model. None if the manifest's own folders and configurations do not say."""
-    return _trained_config(spec, name, base).get("model_type")
-
-
 def _heads(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
     """Problems with attention heads that vLLM does not compute on CPUs. (A model from scratch has a rule about
     them.)"""
@@ -218,7 +212,7 @@ def _served(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
     the model."""
     source = spec.models.actor.source
     config = _config(source, base)
-    family = MODEL_FAMILIES.get(str(config.get("model_type")))
+    family = family_of(config)
     if Stage.PPO not in spec.stages or source is None or family is None:
         return
     if lacking := [name for name in family.served if config.get(name) is None]:
@@ -235,14 +229,14 @@ def _served(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
 def _experts(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
     """Problems with settings for models with experts, in jobs whose model has none."""
     for name in TRAINED:
-        family = MODEL_FAMILIES.get(_family_name(spec, name, base))
+        family = family_of(_trained_config(spec, name, base))
         if getattr(spec.models, name).router_aux_loss_coef and family is not None and not family.softmax_routers:
             yield (
                 f"spec.models.{name}.routerAuxLossCoef is for models with routers like Qwen3-MoE's in all layers, and "
                 f"{family.name} models have none; remove it."
             )
     if Stage.PPO in spec.stages and spec.ppo.routing_replay:
-        error = replay_error({"model_type": _family_name(spec, "actor", base)})
+        error = replay_error(_config(spec.models.actor.source, base))
         if error is not None:
             yield error
 
@@ -251,14 +245,14 @@ def _shared_layers(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
     """Problems with pinned degrees of models whose layers, tokens or experts ranks cannot share."""
     pinned = pinned_layouts(spec) or {}
     for name in ("actor", "critic"):
-        kind = _family_name(spec, name, base)
-        if name not in pinned or kind not in MODEL_FAMILIES:
+        family = family_of(_trained_config(spec, name, base))
+        if name not in pinned or family is None:
             continue
         field, layout = pinned[name]
-        if layout.cp > 1 and not MODEL_FAMILIES[kind].packs:
-            yield f"{field}.cp: layers of {kind} models need whole sequences; set it to 1."
-        if layout.tp > 1 and not MODEL_FAMILIES[kind].splits:
-            yield f"{field}.tp: {layout.tp} ranks cannot share layers of {kind} models; set it to 1."
+        if layout.cp > 1 and not family.packs:
+            yield f"{field}.cp: layers of {family.name} models need whole sequences; set it to 1."
+        if layout.tp > 1 and not family.splits:
+            yield f"{field}.tp: {layout.tp} ranks cannot share layers of {family.name} models; set it to 1."
         with suppress(ShapeError):  # told elsewhere
             if (why := ModelShape.of(_trained_config(spec, name, base)).deal_problem(layout.ep)) is not None:
                 yield f"{field}.ep is {layout.ep}, {why}."
@@ -275,7 +269,7 @@ def _model_folder(field: str, path: Path) -> Iterator[str]:
 def _adapters(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
     for name in TRAINED:
         lora = getattr(spec.models, name).lora
-        family = MODEL_FAMILIES.get(_family_name(spec, name, base))
+        family = family_of(_trained_config(spec, name, base))
         if lora is None or family is None:
             continue
         if (why := target_problem(lora.target_modules, lora.dropout, family)) is not None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.manifest.model_families.support import text_part
+from dovetail.manifest.model_families.support import family_of, text_part
 from dovetail.manifest.types import ScratchModel
 
 # The head dimensions that vLLM's attention on CPUs supports.
@@ -32,13 +31,14 @@ SIZES = (
 def architecture_layers(model: ScratchModel) -> int | None:
     """The number of layers. None if the configuration's value is not a number."""
     told = text_part({"model_type": model.architecture, **model.config})
-    layers = told.get("num_hidden_layers", MODEL_FAMILIES[model.architecture].defaults["num_hidden_layers"])
+    family = family_of(told)
+    layers = told.get("num_hidden_layers", family and family.defaults["num_hidden_layers"])
     return layers if is_count(layers) else None
 
 
 def head_size(config: Mapping[str, Any]) -> int | None:
     """The dimensions of one attention head in a Hugging Face configuration. None if the configuration does not say."""
-    family, config = MODEL_FAMILIES.get(str(config.get("model_type"))), text_part(config)
+    family, config = family_of(config), text_part(config)
     if size := config.get("head_dim") or (family.head_dim if family is not None else None):
         return int(size)
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
@@ -47,7 +47,7 @@ def head_size(config: Mapping[str, Any]) -> int | None:
 
 def needs_gpus(config: Mapping[str, Any]) -> bool:
     """Whether a Hugging Face configuration is of a model that vLLM does not compute on CPUs."""
-    family = MODEL_FAMILIES.get(str(config.get("model_type")))
+    family = family_of(config)
     return family is not None and (family.latent or family.recurrent)
 
 

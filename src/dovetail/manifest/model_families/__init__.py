@@ -12,7 +12,7 @@ from typing import Any
 
 from dovetail.manifest.model_families.family import Experts, Kind, LinearPart, ModelFamily
 
-__all__ = ["MADE", "MODEL_FAMILIES", "TABLE", "Experts", "Kind", "LinearPart", "ModelFamily"]
+__all__ = ["MADE", "MODEL_FAMILIES", "MODEL_TYPES", "TABLE", "Experts", "Kind", "LinearPart", "ModelFamily"]
 
 TABLE = Path(__file__).with_name("families.json")
 
@@ -37,8 +37,10 @@ def _tuples(lists: Mapping[str, list[Any]]) -> dict[str, tuple[Any, ...]]:
 
 
 _table = json.loads(TABLE.read_text()) if TABLE.is_file() else {"made": {}, "families": [], "refused": {}}
-# The families by `model_type` of config.json, and why other types of transformers are not trained.
+# The families by name, and why other types of transformers are not trained.
 MODEL_FAMILIES: dict[str, ModelFamily] = {row["name"]: _family(row) for row in _table["families"]}
+# The values of `model_type` in config.json.
+MODEL_TYPES = tuple(dict.fromkeys(family.model_type for family in MODEL_FAMILIES.values()))
 REFUSED: dict[str, str] = _table["refused"]
 # The versions with which the table was made, and the day.
 MADE: dict[str, str] = _table["made"]

@@ -64,6 +64,8 @@ class Experts:
     matrices: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERT_MATRICES)
 
 
+# Kinds of layers by their names in files of Transformers 4.
+OLD_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
 # The widths that the numbers kept for a token grow with: 1, those of `Width`, the number of heads and of key heads, the
 # number of experts, and, for each of the chosen experts of a token, 1, the hidden width and the inner width.
 KEPT = (
@@ -108,7 +110,7 @@ def layers_at(config: Mapping[str, Any], pattern: tuple[str, ...]) -> list[str]:
     lists = [[number < each for number in range(count or 0)] if isinstance(each, int) else each for each in told]
     if not lists or not all(lists):
         return []
-    return [",".join(map(str, each)) for each in zip(*lists, strict=False)]  # type: ignore[arg-type]
+    return [",".join(OLD_KINDS.get(str(e), str(e)) for e in each) for each in zip(*lists, strict=False)]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ class Kind:
 class ModelFamily:
     """One family. The defaults of the fields below are those of Llama.
 
-    `name` is `model_type` in config.json. The names of transformers' classes begin with `classes`, and that of the
+    `name` is `model_type` in config.json. A second family of a type has more than the first, which its name says after
+    a plus, as in "granitemoehybrid+mamba". The names of transformers' classes begin with `classes`, and that of the
     class with a value head with `classifier_classes` if it differs. `lm_class` is the language model's if it differs.
     `defaults` has the values that transformers uses if a configuration leaves a size out. `linears` has the linear
     layers of a decoder layer, in order.
@@ -229,6 +232,11 @@ class ModelFamily:
     aliases: Mapping[str, str] = field(default_factory=dict)
     rotary_fields: Mapping[str, str] = field(default_factory=dict)
     served: tuple[str, ...] = ()
+
+    @property
+    def model_type(self) -> str:
+        """`model_type` in config.json."""
+        return self.name.partition("+")[0]
 
     @property
     def causal_lm(self) -> str:

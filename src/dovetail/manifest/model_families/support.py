@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from dovetail.manifest.model_families import MODEL_FAMILIES, REFUSED, ModelFamily
+from dovetail.manifest.model_families import MODEL_FAMILIES, MODEL_TYPES, REFUSED, ModelFamily
+from dovetail.manifest.model_families.family import OLD_KINDS
 
 # The frequencies of these rotary types depend on the longest sequence of the batch. So a token's output would depend on
 # the lengths of other sequences, and differ between trainer, scorer and rollout.
 _ROPES = ("dynamic", "longrope", "su")
 _KINDS = {"full_attention", "sliding_attention"}
-_OLD_NAMES = {"attention": "full_attention"}
 # Files hold the language model of a folder that also reads images under names with this part.
 TEXT_PREFIX = "language_model."
 # What the configuration of such a folder may say for its language model too.
@@ -21,20 +21,27 @@ _OF_ALL = (
 )
 
 
+def family_of(config: Mapping[str, Any]) -> ModelFamily | None:
+    """The family of a `config.json`: the first of its type that has its layers, or the last. None for a type that is
+    not trained."""
+    same = [family for family in MODEL_FAMILIES.values() if family.model_type == config.get("model_type")]
+    return next((family for family in same[:-1] if _unlike(config, family) is None), same[-1] if same else None)
+
+
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The `config.json` of the language model, if `config` is that of a model which also reads images or sounds.
     Otherwise `config` itself."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
-        family = MODEL_FAMILIES.get(str(config.get("model_type")))
+        family = family_of(config)
         aliases = {} if family is None else family.aliases
         usual = {name: config[own] for name, own in aliases.items() if own in config}
         return {**config, **usual} if usual else config
     kind = str(inner.get("model_type"))
-    if kind not in MODEL_FAMILIES and kind not in REFUSED:
+    if kind not in MODEL_TYPES and kind not in REFUSED:
         return config
     shared = {name: config[name] for name in _OF_ALL if config.get(name) is not None}
-    if (family := MODEL_FAMILIES.get(kind)) is None:
+    if (family := family_of(inner)) is None:
         return {**shared, **inner}
     # Published ones leave out what transformers' class says itself.
     return {**family.defaults, **shared, **inner, "architectures": [family.causal_lm]}
@@ -45,30 +52,37 @@ def problem(config: Mapping[str, Any]) -> str | None:
     without a full stop. None if it can be used."""
     config = text_part(config)
     kind = str(config.get("model_type"))
-    family = MODEL_FAMILIES.get(kind)
+    family = family_of(config)
     if family is None:
         said = foreign(config) or REFUSED.get(kind)
         why = f" ({said})" if said else ""
-        return f"model type {kind!r} is not supported{why}; use one of {', '.join(MODEL_FAMILIES)}"
+        return f"model type {kind!r} is not supported{why}; use one of {', '.join(MODEL_TYPES)}"
     if config.get("quantization_config") is not None:
         return "quantised weights cannot be trained; use the model's original weights"
     if (rope := next((r for r in _rope_types(config) if r in _ROPES), None)) is not None:
         return f"rope type {rope!r} is not supported; use default, linear, yarn or llama3"
-    if not family.kinds and family.windows == "never" and _has_windows(config):
+    if config.get("use_bidirectional_attention") in (True, "all"):  # Gemma 4's "vision" is for images
+        return "attention to later tokens is not supported; set use_bidirectional_attention to false in config.json"
+    if config.get("hidden_size_per_layer_input"):  # Gemma 4 E2B and E4B
+        return "embeddings of each layer are not supported; use a model with hidden_size_per_layer_input 0"
+    return _unlike(config, family)
+
+
+def _unlike(config: Mapping[str, Any], family: ModelFamily) -> str | None:
+    """The reason why the layers of a `config.json` are not those of its family, as `problem` gives it."""
+    if family.kinds:
+        return None
+    if family.windows == "never" and _has_windows(config):
         return (
             "sliding-window attention is not supported in this family; remove sliding_window and use_sliding_window "
             "from config.json"
         )
     kinds = _KINDS | {"linear_attention"} if family.vectors else _KINDS
-    if not family.kinds and (
-        other := sorted({_OLD_NAMES.get(kind, kind) for kind in config.get("layer_types") or ()} - kinds)
-    ):
+    if other := sorted({OLD_KINDS.get(kind, kind) for kind in config.get("layer_types") or ()} - kinds):
         return f"layers of type {other[0]!r} are not supported; use a model with {' and '.join(sorted(kinds))} only"
-    if config.get("use_bidirectional_attention") in (True, "all"):  # Gemma 4's "vision" is for images
-        return "attention to later tokens is not supported; set use_bidirectional_attention to false in config.json"
-    if config.get("hidden_size_per_layer_input"):  # Gemma 4 E2B and E4B
-        return "embeddings of each layer are not supported; use a model with hidden_size_per_layer_input 0"
-    if family.experts is None and not family.kinds and config.get("num_local_experts"):
+    if family.latent and config.get("q_lora_rank") and "q_lora_rank" not in family.sums:
+        return "q_lora_rank is not supported in this family; use a model without it"
+    if family.experts is None and config.get("num_local_experts"):
         return "experts are not supported in this family; use a model with num_local_experts 0"
     if family.experts is not None:
         plain: dict[str, Any] = {"expert_selection_fn": "softmax", "moe_layer_interval": 1}
@@ -90,20 +104,19 @@ def problem(config: Mapping[str, Any]) -> str | None:
 def replay_error(config: Mapping[str, Any]) -> str | None:
     """A sentence that says why `ppo.routingReplay` does not work with an actor of this `config.json`. None if it
     does."""
-    kind = config.get("model_type")
-    family = MODEL_FAMILIES.get(str(kind))
+    family = family_of(config)
     if family is None or family.softmax_routers:
         return None
     return (
-        f"spec.ppo.routingReplay is for models with routers like Qwen3-MoE's in all layers, and {kind} models have "
-        "none; remove it."
+        f"spec.ppo.routingReplay is for models with routers like Qwen3-MoE's in all layers, and "
+        f"{family.name} models have none; remove it."
     )
 
 
 def served_problem(config: Mapping[str, Any], vllm_args: Sequence[str]) -> str | None:
     """The reason why a server with these arguments gives other log-probabilities than the trainers, and what to do. It
     is a clause without a full stop. None if nothing is known."""
-    family = MODEL_FAMILIES.get(str(config.get("model_type")))
+    family = family_of(config)
     given = " ".join(vllm_args).replace("_", "-").replace("=", " ")
     if family is None or family.logit_factor != "logits_scaling" or "--model-impl transformers" not in given:
         return None

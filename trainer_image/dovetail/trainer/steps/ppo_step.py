@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.resolve import old_is_current, ppo_config
 from dovetail.manifest.sizes import value_coef
 from dovetail.models import Outputs
+from dovetail.models.config import family_facts
 from dovetail.models.layers.logprobs import Entropy
 from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Action, BatchPart, Step
@@ -207,7 +207,7 @@ def check_routing(config: Any, sequences: Sequences) -> None:
     """Raises BadCommand for experts that the actor does not have."""
     if sequences.routing is None:
         return
-    experts = MODEL_FAMILIES[config.model_type].experts
+    experts = family_facts(config).experts
     if experts is None:
         raise BadCommand(f"the batch has 'routed_experts', but the actor, a {config.model_type} model, has no experts")
     found = list(sequences.routing.shape[2:])
