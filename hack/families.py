@@ -69,7 +69,6 @@ NOT_WANTED = {
         ("olmo_hybrid", "kimi_linear"), "its files hold a convolution in three parts, which stages do not join"
     ),
     "phimoe": "its routers draw experts at random while they train, so two passes over the same tokens differ",
-    "minimax": "its decay stays float32, which its layers cannot multiply by bfloat16",
     "phi": "vLLM loses the bias of its head when new weights arrive",
 }
 

@@ -124,9 +124,7 @@ _ONLY_KNOWN: dict[str, dict[str, Any]] = {
         "saved_head": "embed_out",
     },
     # These experts are not saved one by one, and their weights are a softmax over the chosen ones.
-    "gpt_oss": {
-        "experts": Experts(inner="intermediate_size", router="mlp.router", over_chosen=True, bias=True, matrices={})
-    },
+    "gpt_oss": {"experts": Experts(inner="intermediate_size", router="mlp.router", over_chosen=True, bias=True)},
     # What vLLM's classes read beside transformers' fields.
     "afmoe": {"served": ("score_func", "route_norm", "n_group", "topk_group")},
     "deepseek_v3": {"served": ("topk_method",)},
@@ -134,8 +132,6 @@ _ONLY_KNOWN: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"served": ("first_k_dense_replace",)},
     "hy_v3": {"served": ("expert_hidden_dim", "route_norm", "first_k_dense_replace")},
     "minimax_m2": {"served": ("rotary_dim", "scoring_func")},
-    # Its last norm is used before the layers too.
-    "nanochat": {"entry": ("norm",)},
 }
 
 
@@ -207,110 +203,16 @@ def derive_family(kind: str, forward: Literal["layers", "body", "own"] = "layers
     """The facts about the family `kind` (`ModelFamily.name`), if `forward` computes it, except what autograd keeps
     (`kept`), which must be measured, and `packs`, which must be proved. Raises ModelError if stages cannot compute such
     a model."""
-    if forward != "layers":
-        return _whole_body(kind, forward)
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    )
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
     plain = usual_config(kind)  # what the class itself says of fields that a configuration leaves out
     known = plain.to_dict()
-    small = resized(plain, _LAYERS, **_SIZES, **{name: 3 for name in _SHARED if known.get(name)})
-    whole = whole_model(small)
-    path, body = _body(whole, kind)
-    parts = {name: part for name, part in body.named_children() if name != "layers"}
-    embedding = next((name for name, part in parts.items() if isinstance(part, nn.Embedding)), None)
-    if embedding is None:
-        raise ModelError(f"{kind} models have no plain token embedding beside their layers")
-    norms = tuple(name for name, part in parts.items() if _is_norm(part))
-    entry, ends = _ends({n: part for n, part in parts.items() if n not in (embedding, *norms)}, kind)
-    layer, plain_layer, linear_layer = _kinds(body.layers, small)
-    head_name, head = next((n, m) for n, m in whole.named_modules() if m is whole.get_output_embeddings())
-    if head.bias is not None:
-        raise ModelError(f"the vocabulary projection of {kind} models has a bias, which stages do not compute")
-    saved = {n for each in body.layers for n in each.state_dict()}
-    # Scratch models get zeros for biases. Single numbers begin as those of transformers.
-    single = {n for each in body.layers for n, t in each.state_dict().items() if t.numel() == 1}
-    buffers = {n for each in body.layers for n, _ in each.named_buffers()}
-    if odd := sorted(n for n in buffers - single if n not in saved or not n.endswith("bias")):
-        raise ModelError(f"the layers of {kind} models hold {odd[0]} beside their weights, which stages do not restore")
-    experts = _experts(layer, small, plain.model_type)
-    linears, inner, experts = _linears(plain, layer, plain_layer, linear_layer, small, experts)
-    renamed = _renamed(plain.model_type)
-    vectors = {} if linear_layer is None else _vectors(linear_layer, layer, small)
-    constants = {n for n, p in layer.named_parameters() if not p.requires_grad} | {n for n, _ in layer.named_buffers()}
-    kept_as_is = [n for n in ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window") if n in known]
-    doubled = usual_config(kind, num_attention_heads=2 * plain.num_attention_heads)
-    fixed = {n: known[n] for n in kept_as_is if known[n] is not None and getattr(doubled, n) == known[n]}
-    sizes = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", inner]
-    if experts is not None:
-        sizes += [experts.chosen, next(n for n in experts.count if n in known)]
-        sizes += [n for n in (experts.dense, *experts.shared, *(_PATTERN if experts.dense else ())) if n in known]
-    windows = _windows(small, body.layers)
-    learnt = not hasattr(body, "rotary_emb")
-    sizes += ["max_position_embeddings"] * learnt + [n for n in ("num_key_value_heads",) if n in fixed]
-    sizes += ["sliding_window"] * (windows != "never" and known.get("sliding_window") is not None)
-    sizes += [
-        n for n in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim") if n in known
-    ]
-    sizes += sorted({p.bias for p in linears if known.get(p.bias) is True})
-    sizes += sorted({n for w in vectors.values() for product in w.split("+") for n in product.split("*")})
-    classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(plain.model_type, "")
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[plain.model_type].removesuffix("ForCausalLM")
-    other = classifier.removesuffix("ForSequenceClassification")
-    norm: Any = parts[norms[0]]
-    heads = {n.rpartition(".")[2]: m for n, m in layer.named_modules() if _is_norm(m) and "." in n}
-    widths: dict[int, Width] = {small.hidden_size: "hidden", **_head_widths(small), **_sums(small)}
-    widths |= {getattr(small, inner): "inner"}
-    facts: dict[str, Any] = {"saved_head": head_name, "entry": entry} | _ONLY_KNOWN.get(kind, {}) | {"experts": experts}
-    defaults = {name: known[name] for name in sizes}
-    if plain_layer is not None and not set(_PATTERN) & set(known):  # their mlp_layer_types say it
-        defaults["first_k_dense_replace"] = plain.mlp_layer_types.count("dense")
-    if vectors:
-        defaults["full_attention_interval"] = plain.layer_types.index("full_attention") + 1
-    return ModelFamily(
-        name=kind,
-        classes=classes,
-        classifier_classes=other if other not in ("", classes) else None,
-        defaults=defaults,
-        linears=linears,
-        inner_field=inner,
-        embedding_field="word_embed_proj_dim" if "word_embed_proj_dim" in known else None,
-        tied=bool(plain.tie_word_embeddings),
-        grouped="num_key_value_heads" in known,
-        head_dim=fixed.get("head_dim"),
-        body=path,
-        embedding=embedding,
-        exits=(*norms, *ends),
-        norm_vectors=len(list(norm.parameters())),
-        head_norms={n: widths[m.weight.numel()] for n, m in heads.items() if list(m.parameters())},
-        learnt_positions=learnt,
-        renamed=renamed,
-        constants=tuple(sorted({saved_as(renamed, n).rpartition(".")[2] for n in constants})),
-        norms=sum(_is_norm(m) for _, m in layer.named_children()),
-        norm_offset=_adds_one(norm),
-        windows=windows,
-        softcap="final_logit_softcapping" if "final_logit_softcapping" in known else None,
-        embedding_factor="embedding_multiplier" if "embedding_multiplier" in known else None,
-        logit_factor=next((n for n in ("logit_scale", "logits_scaling") if n in known), None),
-        sinks=any(n.endswith("sinks") for n, _ in layer.named_parameters()),
-        vectors=vectors,
-        single=_begun(small, path, single) if single else {},
-        bounded_scores=known.get("attn_logit_softcapping") is not None,
-        **facts,
-    )
-
-
-def _whole_body(kind: str, forward: Literal["body", "own"]) -> ModelFamily:
-    """The facts about a family of which transformers' body computes a stage."""
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
-
-    plain = usual_config(kind)
     # With latent keys each head has its own.
-    heads = {"num_key_value_heads": 8} if plain.to_dict().get("kv_lora_rank") else {}
-    small = resized(plain, _LAYERS, **{**_SIZES, **heads})
+    sizes = _SIZES | ({"num_key_value_heads": 8} if known.get("kv_lora_rank") else {})
+    sizes |= {name: 3 for name in _SHARED if known.get(name)} if forward == "layers" else {}
+    small = resized(plain, _LAYERS, **sizes)
     try:
         whole = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
     except Exception as error:  # configurations that have lost a field in the copy
@@ -322,10 +224,12 @@ def _whole_body(kind: str, forward: Literal["body", "own"]) -> ModelFamily:
     body = whole.get_submodule(path)
     called: list[str] = []
     tuples: set[int] = set()
-    parts = {n: part for n, part in body.named_children() if n != name and any(True for _ in part.parameters())}
+    parts = {n: m for n, m in body.named_children() if n != name and (_is_norm(m) or any(True for _ in m.parameters()))}
     for part in (*parts, f"{name}.0"):
         body.get_submodule(part).register_forward_hook(lambda *_, part=part: called.append(part))
     layers[0].register_forward_hook(lambda _layer, _given, found: tuples.add(len(found) * isinstance(found, tuple)))
+    for each in layers if forward == "layers" else ():  # which cannot compute sizes of which no two are equal
+        each.forward = lambda hidden_states, *_, **__: hidden_states
     with torch.no_grad():
         whole(torch.arange(3, 9)[None], use_cache=False)
     at = called.index(f"{name}.0")
@@ -337,69 +241,132 @@ def _whole_body(kind: str, forward: Literal["body", "own"]) -> ModelFamily:
     head_name, head = next((n, m) for n, m in whole.named_modules() if m is whole.get_output_embeddings())
     if head.bias is not None:
         raise ModelError(f"the vocabulary projection of {kind} models has a bias, which stages do not compute")
-    kinds, pattern = _counted_kinds(plain, small, lists[0][0])
-    known, aliases, told = plain.to_dict(), own_names(plain), told_fields(plain)
+    saved = {n: t for each in layers for n, t in each.state_dict().items()}
+    buffers = {n for each in layers for n, t in each.named_buffers() if t.numel() > 1}
+    # Those that files do not hold are made again with transformers' body.
+    if odd := sorted(n for n in buffers if not n.endswith("bias") and (n in saved or forward == "layers")):
+        raise ModelError(f"the layers of {kind} models hold {odd[0]} beside their weights, which stages do not restore")
+    norm = next((parts[n] for n in exits if _is_norm(parts[n])), nn.Identity())
+    constants = {n for each in layers for n, p in each.named_parameters() if not p.requires_grad}
+    constants |= {n for each in layers for n, _ in each.named_buffers() if n in saved}
+    renamed, told = _renamed(plain.model_type), told_fields(plain)
+    found = CLASSES[plain.model_type]
+    classes = found.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    other = CLASSIFIERS.get(plain.model_type, "").removesuffix("ForSequenceClassification")
+    facts: dict[str, Any] = {
+        "name": kind,
+        "classes": classes,
+        "classifier_classes": None if other in ("", classes) else other,
+        "lm_class": None if found == f"{classes}ForCausalLM" else found,
+        "tied": bool(getattr(plain, "tie_word_embeddings", False)),
+        "grouped": "num_key_value_heads" in told,
+        "body": path,
+        "embedding": embedding,
+        "entry": entry,
+        "exits": exits,
+        "norm_vectors": len(list(norm.parameters())),
+        "learnt_positions": any(isinstance(parts[n], nn.Embedding) for n in entry),
+        "saved_head": head_name,
+        "renamed": renamed,
+        "matrices": _matrices(plain.model_type),
+        "constants": tuple(sorted({saved_as(renamed, n).rpartition(".")[2] for n in constants})),
+        "norm_offset": _adds_one(norm),
+        "softcap": next((n for n in ("final_logit_softcapping",) if n in known), None),
+        "logit_factor": next((n for n in ("logit_scale", "logits_scaling", "lm_head_multiplier") if n in known), None),
+        # Single numbers begin as those of transformers. Scratch models get zeros for biases.
+        "single": {n: round(float(saved[n]), 7) for n in sorted(saved) if saved[n].numel() == 1},
+    }
+    if forward != "layers":
+        return ModelFamily(
+            **facts | _of_body(plain, small, lists[0][0], max(tuples), forward) | _ONLY_KNOWN.get(kind, {})
+        )
+    if name != "layers" or (odd := sorted({*entry, *exits} - {n for n in parts if _is_norm(parts[n])} - _ENDS)):
+        what = f"a part {odd[0]!r} beside their layers" if name == "layers" else f"layers in {name!r}"
+        raise ModelError(f"{kind} models have {what}, which stages do not compute")
+    own = _of_layers(kind, plain, small, layers, path, facts["learnt_positions"])
+    return ModelFamily(**facts | _ONLY_KNOWN.get(kind, {}) | own)
+
+
+# The parts of OPT's body, besides embedding and norms, that stages compute.
+_ENDS = {"embed_positions", "project_in", "project_out"}
+
+
+def _of_layers(kind: str, plain: Any, small: Any, layers: Any, path: str, learnt: bool) -> dict[str, Any]:
+    """The facts about a family whose layers stages call themselves."""
+    known = plain.to_dict()
+    layer, plain_layer, linear_layer = _kinds(layers, small)
+    experts = _experts(layer, small, plain.model_type)
+    linears, inner, experts = _linears(plain, path, (layer, plain_layer, linear_layer), small, experts)
+    vectors = {} if linear_layer is None else _vectors(linear_layer, layer, small)
+    kept_as_is = [n for n in ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window") if n in known]
+    doubled = usual_config(kind, num_attention_heads=2 * plain.num_attention_heads)
+    fixed = {n: known[n] for n in kept_as_is if known[n] is not None and getattr(doubled, n) == known[n]}
+    sizes = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", inner]
+    if experts is not None:
+        sizes += [experts.chosen, next(n for n in experts.count if n in known)]
+        sizes += [n for n in (experts.dense, *experts.shared, *(_PATTERN if experts.dense else ())) if n in known]
+    windows = _windows(small, layers)
+    sizes += ["max_position_embeddings"] * learnt + [n for n in ("num_key_value_heads",) if n in fixed]
+    sizes += ["sliding_window"] * (windows != "never" and known.get("sliding_window") is not None)
+    sizes += [
+        n for n in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim") if n in known
+    ]
+    sizes += sorted({p.bias for p in linears if known.get(p.bias) is True})
+    sizes += sorted({n for w in vectors.values() for product in w.split("+") for n in product.split("*")})
+    heads = {n.rpartition(".")[2]: m for n, m in layer.named_modules() if _is_norm(m) and "." in n}
+    widths: dict[int, Width] = {small.hidden_size: "hidden", **_head_widths(small), **_sums(small)}
+    widths |= {getattr(small, inner): "inner"}
+    defaults = {name: known[name] for name in sizes}
+    if plain_layer is not None and not set(_PATTERN) & set(known):  # their mlp_layer_types say it
+        defaults["first_k_dense_replace"] = plain.mlp_layer_types.count("dense")
+    if vectors:
+        defaults["full_attention_interval"] = plain.layer_types.index("full_attention") + 1
+    return {
+        "defaults": defaults,
+        "linears": linears,
+        "inner_field": inner,
+        "embedding_field": "word_embed_proj_dim" if "word_embed_proj_dim" in known else None,
+        "head_dim": fixed.get("head_dim"),
+        "head_norms": {n: widths[m.weight.numel()] for n, m in heads.items() if list(m.parameters())},
+        "norms": sum(_is_norm(m) for _, m in layer.named_children()),
+        "windows": windows,
+        "embedding_factor": "embedding_multiplier" if "embedding_multiplier" in known else None,
+        "sinks": any(n.endswith("sinks") for n, _ in layer.named_parameters()),
+        "vectors": vectors,
+        "bounded_scores": known.get("attn_logit_softcapping") is not None,
+        "experts": experts,
+    }
+
+
+def _of_body(plain: Any, small: Any, path: str, tuples: int, forward: str) -> dict[str, Any]:
+    """The facts about a family of which transformers' body computes a stage, with its layers at `path`."""
+    kinds, pattern = _counted_kinds(plain, small, path)
+    told = told_fields(plain)
     used = {n for kind in kinds for n in fields_of(f"{kind.parameters}+{kind.multiplied}+{kind.through}")}
     keys = "kv_lora_rank+qk_rope_head_dim" if told.get("kv_lora_rank") else ""
     used |= {"hidden_size", "num_hidden_layers", "vocab_size", *(fields_of(keys) if keys else ())}
     used |= {n for n in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings") if told.get(n)}
-    norm = next((parts[n] for n in exits if _is_norm(parts[n])), nn.Identity())
-    single = {n for each in layers for n, t in each.state_dict().items() if t.numel() == 1}
-    constants = {n for each in layers for n, p in each.named_parameters() if not p.requires_grad} | {
-        n for each in layers for n, _ in each.named_buffers() if n in each.state_dict()
+    return {
+        "defaults": {n: told[n] for n in sorted(used) if told.get(n)},
+        "linears": (),
+        "inner_field": "hidden_size",
+        "forward": forward,
+        "layers": path.rpartition(".")[2],
+        "tuples": tuples,
+        "kinds": kinds,
+        "pattern": pattern,
+        "aliases": own_names(plain),
+        "keys": keys,
     }
-    renamed = _renamed(plain.model_type)
-    found = CLASSES[plain.model_type]
-    classes = found.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-    return ModelFamily(
-        name=kind,
-        classes=classes,
-        lm_class=None if found == f"{classes}ForCausalLM" else found,
-        defaults={n: told[n] for n in sorted(used) if told.get(n)},
-        linears=(),
-        inner_field="hidden_size",
-        tied=bool(getattr(plain, "tie_word_embeddings", False)),
-        grouped="num_key_value_heads" in told,
-        body=path,
-        embedding=embedding,
-        entry=entry,
-        exits=exits,
-        norm_vectors=len(list(norm.parameters())),
-        learnt_positions=any(isinstance(parts[n], nn.Embedding) for n in entry),
-        saved_head=head_name,
-        renamed=renamed,
-        constants=tuple(sorted({saved_as(renamed, n).rpartition(".")[2] for n in constants})),
-        norm_offset=_adds_one(norm),
-        softcap="final_logit_softcapping" if "final_logit_softcapping" in known else None,
-        logit_factor=next((n for n in ("logit_scale", "logits_scaling", "lm_head_multiplier") if n in known), None),
-        single=_begun(small, path, single, name) if single else {},
-        forward=forward,
-        layers=name,
-        tuples=max(tuples),
-        kinds=kinds,
-        pattern=pattern,
-        aliases=aliases,
-        matrices=_matrices(plain.model_type),
-        **{"keys": keys} | _ONLY_KNOWN.get(kind, {}),
-    )
 
 
 def _counted_kinds(plain: Any, small: Any, path: str) -> tuple[tuple[Kind, ...], tuple[str, ...]]:
     """The kinds of layers of a model, and the fields that say which layer is of which kind."""
     layers: Any = whole_model(small).get_submodule(path)
-
-    def parts(layer: nn.Module) -> list[Any]:
-        found: list[Any] = [(name, type(part)) for name, part in layer.named_modules()]
-        return found + [(name, tensor.shape) for name, tensor in layer.named_parameters()]
-
-    first: list[int] = []  # a layer of each kind
-    of: list[int] = []
-    for number, layer in enumerate(layers):
-        alike = next((k for k, other in enumerate(first) if parts(layers[other]) == parts(layer)), None)
-        if alike is None:
-            alike = len(first)
-            first.append(number)
-        of.append(alike)
+    parts = [_parts(layer) for layer in layers]
+    first = [number for number, each in enumerate(parts) if each not in parts[:number]]  # a layer of each kind
+    unlike = [parts[number] for number in first]
+    of = [unlike.index(each) for each in parts]
     known = {n: v for n, v in small.to_dict().items() if _by_layer(n) and isinstance(v, list) and len(v) == len(of)}
     for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
         if isinstance(value := getattr(small, name, None), list) and len(value) == len(of) and name not in known:
@@ -414,7 +381,8 @@ def _counted_kinds(plain: Any, small: Any, path: str) -> tuple[tuple[Kind, ...],
             break
     at = layers_at(told, pattern)
     # The published pattern, of all layers.
-    every = _kinds_of_all(plain, path, [parts(layers[number]) for number in first], parts) if len(first) > 1 else [0]
+    published: Any = whole_model(resized(plain, plain.num_hidden_layers, **_SIZES)).get_submodule(path)
+    every = [next((k for k, each in enumerate(unlike) if each == _parts(layer)), 0) for layer in published]
     widths = _Widths(small, path, first)
     return tuple(
         Kind(
@@ -429,10 +397,10 @@ def _counted_kinds(plain: Any, small: Any, path: str) -> tuple[tuple[Kind, ...],
     ), pattern
 
 
-def _kinds_of_all(plain: Any, path: str, kinds: list[Any], parts: Any) -> list[int]:
-    count = plain.num_hidden_layers
-    whole: Any = whole_model(resized(plain, count, **_SIZES)).get_submodule(path)
-    return [next((k for k, each in enumerate(kinds) if each == parts(layer)), 0) for layer in whole]
+def _parts(layer: nn.Module) -> list[Any]:
+    """What tells kinds of layers apart."""
+    found: list[Any] = [(name, type(part)) for name, part in layer.named_modules()]
+    return found + [(name, tensor.shape) for name, tensor in layer.named_parameters()]
 
 
 def _attends(module: nn.Module) -> bool:
@@ -580,14 +548,6 @@ def _product(dims: list[Counter[tuple[str, ...]]]) -> Counter[tuple[str, ...]]:
     return total
 
 
-def _body(whole: nn.Module, kind: str) -> tuple[str, Any]:
-    """The module that holds embedding and layers, and its name."""
-    for path, module in whole.named_modules():
-        if isinstance(dict(module.named_children()).get("layers"), nn.ModuleList):
-            return path, module
-    raise ModelError(f"{kind} models do not keep their layers in a list that is called layers")
-
-
 def _kinds(layers: Any, config: Any) -> tuple[Any, Any, Any]:
     """A layer of each kind: the usual one, which has experts if some have them; one with an MLP in their place; and one
     with linear attention. None for a kind that the model does not have."""
@@ -597,11 +557,7 @@ def _kinds(layers: Any, config: Any) -> tuple[Any, Any, Any]:
     sparse = [layer for layer in others if any(hasattr(part, "has_gate") for part in layer.modules())]
     dense = [layer for layer in others if layer not in sparse]
 
-    def parts(layer: nn.Module) -> list[tuple[str, Any]]:
-        found = [(name, type(part)) for name, part in layer.named_modules()]
-        return found + [(name, tensor.shape) for name, tensor in layer.state_dict().items()]
-
-    alike = all(parts(layer) == parts(group[0]) for group in (sparse, dense, linear) for layer in group)
+    alike = all(_parts(layer) == _parts(group[0]) for group in (sparse, dense, linear) for layer in group)
     if not alike or not others or (linear and sparse and dense):
         kind = config.model_type
         raise ModelError(f"the layers of {kind} models have different parts, which Dovetail does not know yet")
@@ -619,15 +575,6 @@ def _renamed(kind: str) -> dict[str, str]:
 
 def _is_norm(module: nn.Module | None) -> bool:
     return module is not None and "norm" in type(module).__name__.lower()
-
-
-def _ends(parts: Mapping[str, nn.Module], kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The parts of the body before and after the layers, besides embedding, norms and rotary positions."""
-    others = [n for n, part in parts.items() if not n.startswith("rotary_emb") and not isinstance(part, nn.Dropout)]
-    known = {"embed_positions": 0, "project_in": 0, "project_out": 1}  # OPT's, in the order of use
-    if unknown := sorted(set(others) - set(known)):
-        raise ModelError(f"{kind} models have a part {unknown[0]!r} beside their layers, which stages do not compute")
-    return tuple(n for n in known if n in others and not known[n]), tuple(n for n in others if known[n])
 
 
 def _adds_one(norm: Any) -> bool:
@@ -669,7 +616,6 @@ def _experts(layer: nn.Module, config: Any, kind: str) -> Experts | None:
         router=f"{block}.{router}",
         over_chosen=over_chosen and softmax,
         softmax=softmax,
-        matrices=matrices,
     )
 
 
@@ -712,27 +658,12 @@ def _head_widths(config: Any) -> dict[int, Width]:
     return {size: "head", keys * size: "keys", queries * size: "queries"}
 
 
-def _begun(config: Any, path: str, names: set[str], list_: str = "layers") -> dict[str, float]:
-    """The values with which transformers begins parts of the layers that are one number."""
-    from transformers import AutoModelForCausalLM
-
-    body = AutoModelForCausalLM.from_config(config, dtype=torch.float32).get_submodule(path)
-    layers: Any = getattr(body, list_)
-    found = {n: t for layer in layers for n, t in layer.state_dict().items()}
-    return {name: round(float(found[name]), 7) for name in sorted(names)}
-
-
 def _linears(
-    plain: Any,
-    layer: nn.Module,
-    dense: nn.Module | None,
-    linear: nn.Module | None,
-    config: Any,
-    experts: Experts | None,
+    plain: Any, path: str, kinds: tuple[Any, Any, Any], config: Any, experts: Experts | None
 ) -> tuple[tuple[LinearPart, ...], str, Experts | None]:
     """The linear layers of a decoder layer, in the order of use, the field of the MLP's inner width, and the experts
-    with the widths of the MLPs beside them. `dense`: a layer with an MLP in place of experts. `linear`: one with linear
-    attention."""
+    with the widths of the MLPs beside them. `kinds`: see `_kinds`."""
+    layer, dense, linear = kinds
     found: list[tuple[str, nn.Linear, Layers]] = []
     both = {} if linear is None else dict(linear.named_modules())
     for name, module in both.items():
@@ -745,7 +676,7 @@ def _linears(
             if isinstance(module, nn.Linear) and not router and (beside or each is layer):
                 usual = "full" if both and name not in both else "all"
                 found.append((name, module, layers if beside else usual))  # type: ignore[arg-type]
-    biases = dict(_biases(plain))
+    biases = dict(_biases(plain, path))
     plan = getattr(config, "base_model_tp_plan", None) or {}
     sums = _sums(config)
     fields = {getattr(config, n): n for n in _INNER if hasattr(config, n) and getattr(config, n) not in sums}
@@ -799,8 +730,7 @@ def _sums(config: Any) -> dict[int, Width]:
     both = [f"num_attention_heads*qk_nope_head_dim+num_attention_heads*{n}" for n in ("qk_rope_head_dim", "v_head_dim")]
     known = config.to_dict()
     if "kv_lora_rank" in known:
-        names = names if known["q_lora_rank"] else names[1:]
-        return {width_of(name, known): name for name in (*names, *both)}
+        return {width_of(name, known): name for name in (*names[not known["q_lora_rank"] :], *both)}
     if known.get("shared_intermediate_size") and getattr(config, "num_local_experts", 0):
         return {config.shared_intermediate_size * n: "+".join(["shared_intermediate_size"] * n) for n in (1, 2)}
     if "linear_num_value_heads" not in known:
@@ -824,14 +754,14 @@ def _shared(config: Any) -> dict[int, tuple[str, ...]]:
     return found
 
 
-def _biases(plain: Any) -> Iterator[tuple[str, str]]:
+def _biases(plain: Any, path: str) -> Iterator[tuple[str, str]]:
     """For each linear layer the field that says whether it has a bias, or "always" or "never"."""
     fields = [n for n, v in plain.to_dict().items() if isinstance(v, bool) and "bias" in n]
     fields += ["use_bias"] if hasattr(plain, "use_bias") and "use_bias" not in fields else []
 
     def has(**changed: bool) -> dict[str, bool]:
         whole = whole_model(resized(plain, _LAYERS, **{**_SIZES, **changed}))
-        layers = _body(whole, plain.model_type)[1].layers
+        layers: Any = whole.get_submodule(f"{path}.layers")
         return {n: m.bias is not None for one in layers for n, m in one.named_modules() if isinstance(m, nn.Linear)}
 
     now = has()

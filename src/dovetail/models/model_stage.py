@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -108,8 +107,6 @@ class PipelineStage(nn.Module):
         if self.family.experts is not None and self.family.softmax_routers:
             for layer in mine.values():
                 replays(layer, self.family.experts)
-        # Of its constants those that begin as transformers makes them.
-        self.remade: set[str] = set()
         self.constants = frozenset(self._constants(mine))
         self.rotary_type = None if getattr(source, "rotary_emb", None) is None else type(source.rotary_emb)
         self.rotary: Any = None
@@ -135,12 +132,9 @@ class PipelineStage(nn.Module):
         for name, module in layers.named_modules():
             saved = module.state_dict(keep_vars=True)
             for leaf, tensor in [*module.named_buffers(recurse=False)]:
-                if leaf not in saved:
-                    continue
-                if not (leaf.endswith("bias") or tensor.numel() == 1):
-                    self.remade.add(f"{self.family.body}.{self.family.layers}.{name}.{leaf}")
-                buffer = module._buffers.pop(leaf)
-                module.register_parameter(leaf, nn.Parameter(buffer, requires_grad=False))
+                if leaf in saved:
+                    del module._buffers[leaf]
+                    module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
             for leaf, parameter in module.named_parameters(recurse=False):
                 if not parameter.requires_grad:
                     yield f"{self.family.body}.{self.family.layers}.{name}.{leaf}"
@@ -222,25 +216,20 @@ class PipelineStage(nn.Module):
                 object.__setattr__(self, "rotary", {theta: self._rotary(theta) for theta in {*self._thetas}})
 
     def _remake_buffers(self, device: torch.device | str) -> None:
-        for name, buffer in self.made_buffers().items():
-            owner, _, leaf = name.rpartition(".")
-            with suppress(AttributeError):  # of other stages
-                module = self.get_submodule(owner)
-                if leaf in module._buffers:
-                    module._buffers[leaf] = buffer.to(device)
-
-    def made_buffers(self) -> dict[str, Tensor]:
-        """The buffers of the whole model that transformers makes, on the CPU."""
         from transformers import AutoModelForCausalLM
         from transformers.initialization import no_init_weights
 
-        if not self.remade and not any(True for _ in self.buffers()):
-            return {}
+        if not any(True for _ in self.buffers()):
+            return
         with no_init_weights(), torch.device("cpu"):  # its weights are never touched, so they take no memory
             whole = AutoModelForCausalLM.from_config(
                 without_dropout(self.config), dtype=torch.float32, attn_implementation=self._attention
             )
-        return dict(whole.named_buffers())
+        mine = dict(self.named_modules())
+        for name, buffer in whole.named_buffers():
+            owner, _, leaf = name.rpartition(".")
+            if owner in mine and leaf in mine[owner]._buffers:  # others are of other stages
+                mine[owner]._buffers[leaf] = buffer.to(device)
 
     @property
     def _thetas(self) -> Sequence[float | None]:

@@ -129,14 +129,11 @@ class Seed:
         self._single = stage.family.single
         self._embedding = stage.embedding_name
         self._tied_copy = stage.tied_copy
-        self._made = {name: tensor for name, tensor in stage.made_buffers().items() if name in stage.remade}
 
     def read(self, name: str, shape: torch.Size, box: tuple[slice, ...]) -> Tensor | None:
         owner, _, kind = name.rpartition(".")
         is_embedding = name in (self._embedding, self._tied_copy)
-        if name in self._made:
-            values = self._made[name].float()
-        elif (single := next((v for n, v in self._single.items() if name.endswith(f".{n}")), None)) is not None:
+        if (single := next((v for n, v in self._single.items() if name.endswith(f".{n}")), None)) is not None:
             values = torch.full(shape, single)
         elif len(shape) == 1 and name.endswith(self._ones):
             values = torch.ones(shape)
@@ -162,9 +159,9 @@ def stacked(family: ModelFamily, name: str) -> tuple[str, tuple[str, ...]] | Non
     """Says how files hold `name`, a parameter of all experts (experts, rows, columns). Returns the beginning of the
     experts' names, and the names of the matrices whose rows make up one expert. Returns None for other parameters."""
     owner, _, kind = name.rpartition(".")
-    if not owner.endswith(".experts") or kind not in family.stacked:
+    if not owner.endswith(".experts") or kind not in family.matrices:
         return None
-    return saved_name(family, owner), family.stacked[kind]
+    return saved_name(family, owner), family.matrices[kind]
 
 
 def saved_name(family: ModelFamily, name: str) -> str:

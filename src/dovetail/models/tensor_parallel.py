@@ -48,7 +48,7 @@ def split_stage(stage: PipelineStage, mesh: Any) -> TensorSplit:
     frozen = {name for name, parameter in stage.named_parameters() if not parameter.requires_grad}
     here = Replicate()
     whole = PrepareModuleInput(input_layouts=(here,), desired_input_layouts=(here,), use_local_output=True)
-    by_outputs, by_inputs = stage.family.names("out"), stage.family.names("in")
+    by_outputs, by_inputs = ([p.name for p in stage.family.linears if p.split == side] for side in ("out", "in"))
     for layer in stage.layers.values():
         styles: dict[str, Any] = {}
         for name, module in layer.named_modules():

@@ -20,7 +20,7 @@ from dovetail.manifest.model_families import MODEL_FAMILIES, REFUSED
 from dovetail.manifest.model_families.support import target_problem
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import ScratchModel
-from dovetail.models import HuggingFaceWriter, build_stage, derive, tensor_parallel
+from dovetail.models import HuggingFaceWriter, build_stage, tensor_parallel
 from dovetail.models.derive import derive_family, differences, known, resized, usual_config, whole_model
 from dovetail.models.layers.token_ranks import TokenRanks
 from dovetail.protocol.messages import ModelRef
@@ -92,13 +92,6 @@ def test_facts_that_transformers_does_not_bear_out_are_found(
     kind: str, facts: dict[str, Any], finding: str, tmp_path: Path
 ) -> None:
     assert re.search(finding, problems(kind, tmp_path, **facts))
-
-
-def test_a_norm_after_the_embedding_that_nobody_knows_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(derive._ONLY_KNOWN, "nanochat")
-    config = config_of("nanochat")
-    found = [f for f in prove(config, tmp_path, derive_family(config.model_type), ranks=False) if f.state == "problem"]
-    assert "attention does not compute" in found[0].says
 
 
 def test_layers_that_hand_no_packing_on_are_trained_as_rows_or_refused(tmp_path: Path) -> None:

@@ -479,8 +479,7 @@ def model_sources(spec: RLHFJobSpec, base_dir: Path, hub: Hub) -> dict[str, Path
 
 def _check_targets(lora: LoRA, source: Path | ScratchModel, field: str) -> None:
     """Raises DataError if the model has no layer of a name in `targetModules`."""
-    scratch = isinstance(source, ScratchModel)
-    config = {"model_type": source.architecture, **source.config} if scratch else model_config(source)
+    config = model_config(source) if isinstance(source, Path) else {"model_type": source.architecture, **source.config}
     family = family_of(config) if isinstance(config, dict) else None
     if family is not None and (why := target_problem(lora.target_modules, lora.dropout, family)) is not None:
         raise DataError(f"{field}: {why}")

@@ -23,8 +23,7 @@ def _family(row: Mapping[str, Any]) -> ModelFamily:
     experts = None
     if (told := row.get("experts")) is not None:
         lists = {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
-        matrices = {"matrices": _tuples(told["matrices"])} if "matrices" in told else {}
-        experts = Experts(**{**told, **lists, **matrices})
+        experts = Experts(**{**told, **lists})
     kinds = tuple(
         Kind(**{**kind, "at": tuple(kind["at"]), "kept": tuple(kind["kept"])}) for kind in row.get("kinds", ())
     )

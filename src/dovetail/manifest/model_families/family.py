@@ -48,9 +48,7 @@ class Experts:
     their place, if some layers have one. The product of `shared` is that of the experts that every token gets. `router`
     is transformers' name of the module that chooses the experts. `over_chosen` says that the weights are a softmax over
     the chosen experts of a token, and not over all. `softmax` says that they are a softmax, so that a token can get the
-    experts that a rollout chose. `bias` says that experts and router have biases. `matrices` has the names of one
-    expert's matrices in files, by the name of transformers' parameter for all experts. If it is empty, files have the
-    same parameters as transformers."""
+    experts that a rollout chose. `bias` says that experts and router have biases."""
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
     chosen: str = "num_experts_per_tok"
@@ -61,7 +59,6 @@ class Experts:
     over_chosen: bool = False
     softmax: bool = True
     bias: bool = False
-    matrices: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERT_MATRICES)
 
 
 # Kinds of layers by their names in files of Transformers 4.
@@ -153,7 +150,9 @@ class ModelFamily:
     `norms` is the number of norms of a layer, except those in attention. `norm_offset` says that 1 is added to a norm's
     weight. `head_norms` are the norms of queries and keys, with their widths. `learnt_positions` says that the model
     has a table of positions in place of rotary ones. `saved_head` is the name of the vocabulary projection in files.
-    `renamed` has the parts of other names that differ in files, by transformers' part. `constants` are the ends of the
+    `renamed` has the parts of other names that differ in files, by transformers' part. `matrices` has the names of one
+    expert's matrices in files, by the name of transformers' parameter for all experts. It is empty if files have the
+    same parameters as transformers. `constants` are the ends of the
     files' names of parameters that no training changes. They stay float32. `sinks` says that each head has a learnt
     score that takes a part of its attention. `bounded_scores` says that tanh bounds attention's scores. `experts`
     replace the MLP.
@@ -180,7 +179,7 @@ class ModelFamily:
     with the body's own attention, whose masks it makes itself. For the last two, `layers` is the name of the list of
     layers, `tuples` is the length of the tuple that a layer returns, if it returns one, and `kinds` has the kinds of
     layers. `pattern` has the fields that say which layer is of which kind. `keys` is the number of numbers of a layer's
-    KV cache, if it is not that of all key heads. `matrices` are those of its experts (`Experts`). `aliases` are names
+    KV cache, if it is not that of all key heads. `aliases` are names
     of this family's fields, by transformers' usual ones.
 
     `rotary_fields` has the fields of `rope_parameters` by the names that only this family has in Transformers 4.
@@ -247,11 +246,6 @@ class ModelFamily:
     def classifier(self) -> str:
         """transformers' class of the model with a value head."""
         return f"{self.classifier_classes or self.classes}ForSequenceClassification"
-
-    @property
-    def stacked(self) -> Mapping[str, tuple[str, ...]]:
-        """The names of one expert's matrices in files, by the name of the parameter that holds them for all experts."""
-        return self.matrices if self.experts is None else self.experts.matrices
 
     @property
     def of_experts(self) -> tuple[str, ...]:
@@ -334,7 +328,3 @@ class ModelFamily:
             return frozenset(i for i, sparse in enumerate(each) if not sparse)
         first = told("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
         return frozenset(range(min(told("num_hidden_layers"), first)))
-
-    def names(self, split: Literal["out", "in"]) -> tuple[str, ...]:
-        """The names of the linear layers of which tensor-parallel ranks share that side."""
-        return tuple(part.name for part in self.linears if part.split == split)
