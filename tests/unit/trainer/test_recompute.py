@@ -146,7 +146,7 @@ def mesh() -> Iterator[DeviceMesh]:
     ("architecture", "compute"), [("llama", torch.bfloat16), ("llama", torch.float32), ("gpt_oss", torch.float32)]
 )
 def test_sharded_stages_give_the_same_bits(mesh: DeviceMesh, architecture: str, compute: torch.dtype) -> None:
-    groups: Any = SimpleNamespace(tp_size=1, mesh={"dp": mesh["dp"]})
+    groups: Any = SimpleNamespace(tp_size=1, dp_mesh=mesh["dp"])
     cpu: Any = SimpleNamespace(type="sharded")  # one rank in float32 is not sharded on CPUs
     found = []
     for way in (False, True):

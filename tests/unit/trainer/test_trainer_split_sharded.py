@@ -45,7 +45,7 @@ def gradients(rank: int, mesh: DeviceMesh, order: str, head: Head, alone: bool) 
     if head == "lm+value":
         stage.score.weight.fill_(0.1)  # from scratch it is zero
     stage.requires_grad_(True).train()
-    groups: Any = SimpleNamespace(tp_size=1, mesh={"dp": mesh["dp"]})
+    groups: Any = SimpleNamespace(tp_size=1, dp_mesh=mesh["dp"])
     shard(stage, groups, COMPUTE, CPU)
     assert is_sharded(stage)
     generator = torch.Generator().manual_seed(0)
@@ -107,7 +107,7 @@ def test_what_no_training_changes_is_float32_in_sharded_passes(mesh: DeviceMesh)
     stage = build_stage(ModelRef(head="lm", scratch=scratch, seed=5))
     for name, parameter in stage.named_parameters():
         parameter.requires_grad_(name not in stage.constants)
-    groups: Any = SimpleNamespace(tp_size=1, mesh={"dp": mesh["dp"]})
+    groups: Any = SimpleNamespace(tp_size=1, dp_mesh=mesh["dp"])
     shard(stage, groups, COMPUTE, CPU)
     seen: list[tuple[torch.dtype, torch.dtype]] = []
     for number in (1, 2):

@@ -102,8 +102,8 @@ class ModelGroups:
     """The groups and ranks of one model (`dovetail.protocol.plan.coordinates`).
 
     `edges` has one entry for each of the model's stages on this rank (`Layout.chunks`). `pp_rank` is the place in the
-    pipeline. `mesh` has a dimension dp, over which a stage is sharded. Its last dimension is tp, under a name that no
-    other mesh has. Where a layout has several pipelines side by side, `copies` joins the ranks with the same shard.
+    pipeline. The last dimensions of `mesh` are dp, over which a stage is sharded, and tp, under names that no other
+    mesh has. Where a layout has several pipelines side by side, `copies` joins the ranks with the same shard.
     `replicas` joins all ranks of one stage (and tp rank). They hold the same weights if a stage is not sharded.
     `token_ranks` share the tokens of each pass, and are among those of dp. If experts are divided over ranks,
     `expert_mesh` has the ranks of dp in two dimensions: dp, over which experts are sharded, and ep, over which they are
@@ -135,12 +135,22 @@ class ModelGroups:
     @property
     def tp_mesh(self) -> DeviceMesh:
         """The mesh of the ranks among which this one's layers are split."""
-        return _last(self.mesh)
+        return _from_last(self.mesh, 1)
+
+    @property
+    def dp_mesh(self) -> DeviceMesh:
+        """The mesh of the ranks over which a stage is sharded."""
+        return _from_last(self.mesh, 2)
+
+    @property
+    def expert_dp_mesh(self) -> DeviceMesh | None:
+        """The mesh of the ranks over which divided experts are sharded."""
+        return None if self.expert_mesh is None else _from_last(self.expert_mesh, 2)
 
     @property
     def ep_mesh(self) -> DeviceMesh | None:
         """The mesh of the ranks among which the experts of this one's layers are divided, if they are."""
-        return None if self.expert_mesh is None else _last(self.expert_mesh)
+        return None if self.expert_mesh is None else _from_last(self.expert_mesh, 1)
 
     @property
     def meshes(self) -> list[DeviceMesh]:
@@ -168,10 +178,10 @@ class ModelGroups:
         return self.pp_ranks[stage_path(self.pp_size, self.chunks, loops(self.layout))[-1]]
 
 
-def _last(mesh: DeviceMesh) -> DeviceMesh:
+def _from_last(mesh: DeviceMesh, number: int) -> DeviceMesh:
     names = mesh.mesh_dim_names
     assert names is not None
-    return mesh[names[-1]]
+    return mesh[names[-number]]
 
 
 def _lines(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
@@ -314,13 +324,14 @@ class Groups:
         for rank in members:
             ranks[tuple(coordinates(rank, layout))] = rank
         pp, dp, tp = coordinates(self.rank, layout) if here else (-1, -1, -1)
-        # torch caches meshes by ranks and names. Without a new name it would return an older mesh and its groups.
+        # torch caches meshes, and specs of DTensors, by ranks and names. Without new names a tensor would get an older
+        # mesh and its groups, on ranks that were in these, and not on ranks that came later.
         formed = next(_FORMED)
-        tensor = f"tp-{formed}"
-        names: tuple[str, ...] = ("pp", "dp", tensor)
+        data, tensor, experts = f"dp-{formed}", f"tp-{formed}", f"ep-{formed}"
+        names: tuple[str, ...] = ("pp", data, tensor)
         grid = ranks
         if pipelines > 1:
-            names = ("pp", "copies", "dp", tensor)
+            names = ("pp", "copies", data, tensor)
             grid = ranks.view(layout.pp, pipelines, shards, -1)
         crowded = is_crowded(layout)
         by_tokens = ranks.view(layout.pp, -1, layout.cp, layout.tp)
@@ -342,8 +353,7 @@ class Groups:
                 expert_copies = self._groups_along(ranks.view(layout.pp, -1, layout.ep * layout.tp), 1, crowded)
             if here:
                 mine = spread[(spread == self.rank).any(-1).any(-1)][0]
-                both = "dp", f"ep-{formed}"
-                expert_mesh = DeviceMesh.from_group(lines, self.device.type, mine, mesh_dim_names=both)
+                expert_mesh = DeviceMesh.from_group(lines, self.device.type, mine, mesh_dim_names=(data, experts))
         path = stage_path(layout.pp, chunks_of(layout), loops(layout))
         own = stages_at(pp, layout.pp, chunks_of(layout), loops(layout))
         edges = {stage: Edges() for stage in own}

@@ -93,7 +93,7 @@ class EngineModel:
             recompute(stage)
         elif compiling and device.type == "cuda" and trained.lora is None and split == NOTHING and can_compile():
             compile_layers(stage)
-        by_layer = by_layer and groups.mesh["dp"].size() > 1
+        by_layer = by_layer and groups.dp_mesh.size() > 1
         replicated = is_replicated(stage, compute, device, always_shard or by_layer)
         if not replicated:
             shard(stage, groups, compute, device, by_layer)
@@ -124,7 +124,7 @@ class EngineModel:
     @cached_property
     def alone(self) -> bool:
         """Whether FSDP2 shards the stage over this rank alone."""
-        return is_sharded(self.module) and self.groups.mesh["dp"].size() == 1
+        return is_sharded(self.module) and self.groups.dp_mesh.size() == 1
 
     @property
     def head(self) -> Head:

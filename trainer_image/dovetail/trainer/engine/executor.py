@@ -122,7 +122,7 @@ class Pipe:
         layers."""
         if not is_sharded(self.stage):
             return 0
-        shards = int(self.groups.mesh["dp"].size())
+        shards = int(self.groups.dp_mesh.size())
         layers = self.stage.layers
         kept = [] if self.by_layer else self.stage.chunk_layers[chunk]
         mine = [p for number in kept for p in layers[str(number)].parameters()]

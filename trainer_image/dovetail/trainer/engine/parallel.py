@@ -58,19 +58,18 @@ def shard(
 
     Works on a stage on the meta device, and on layers that are already split over tp. Experts that are divided over
     ranks are sharded over those with the same ones. Gradients are summed in float32, not averaged."""
-    if device.type == "cpu" and groups.mesh["dp"].size() == 1 and compute == torch.float32:
+    if device.type == "cpu" and groups.dp_mesh.size() == 1 and compute == torch.float32:
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {"mesh": groups.mesh["dp"], "reshard_after_forward": False, "mp_policy": policy}
+    options: dict[str, Any] = {"mesh": groups.dp_mesh, "reshard_after_forward": False, "mp_policy": policy}
     options["ignored_params"] = {stage.get_parameter(name) for name in stage.constants}  # float32 in each pass
     # What routers give stays float32, as it does within a layer.
     apart = {"mp_policy": replace(policy, cast_forward_inputs=False), "reshard_after_forward": by_layer}
     for layer in stage.layers.values():
         for experts in divided(layer):
-            assert groups.expert_mesh is not None
-            fully_shard(experts, **options | apart | {"mesh": groups.expert_mesh["dp"]})
+            fully_shard(experts, **options | apart | {"mesh": groups.expert_dp_mesh})
         fully_shard(layer, **options | {"reshard_after_forward": by_layer})
     fully_shard(stage, **options)
     for module in _sharded(stage):
