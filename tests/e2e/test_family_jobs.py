@@ -201,16 +201,20 @@ def image_reader(kind: str, fields: dict[str, Any], folder: Path) -> dict[str, s
     return {"path": str(folder)}
 
 
-JOBS = [pytest.param(each, (), marks=() if each in ALWAYS else pytest.mark.nightly) for each in KINDS]
+JOBS = [pytest.param(each, (), None, marks=() if each in ALWAYS else pytest.mark.nightly) for each in KINDS]
 # Servers that run the code that trains, where vLLM has its own of the model.
 JOBS += [
-    pytest.param(each, ("--model-impl", "transformers"), marks=pytest.mark.nightly, id=f"{each} of transformers")
+    pytest.param(each, ("--model-impl", "transformers"), None, marks=pytest.mark.nightly, id=f"{each} of transformers")
     for each in ("qwen2", "mistral", "gemma3_text", "olmo2")
 ]
+ADAPTERS = {"rank": 4, "targetModules": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}
+JOBS.append(pytest.param("mixtral", (), ADAPTERS, marks=pytest.mark.nightly, id="mixtral with adapters on experts"))
 
 
-@pytest.mark.parametrize(("family", "vllm_args"), JOBS)
-def test_a_job_learns_and_samples_alike(family: str, vllm_args: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "vllm_args", "lora"), JOBS)
+def test_a_job_learns_and_samples_alike(
+    family: str, vllm_args: tuple[str, ...], lora: dict[str, Any] | None, tmp_path: Path
+) -> None:
     """Responses are longer than the window. Trainers use the experts that the rollouts chose."""
     pp, config = KINDS[family]
     experts, rounded = MODEL_FAMILIES[READS_IMAGES.get(family, family)].softmax_routers, family in ROUNDED
@@ -223,7 +227,7 @@ def test_a_job_learns_and_samples_alike(family: str, vllm_args: tuple[str, ...],
     job = tiny_job(
         stages=["ppo"],
         models={
-            "actor": {"source": source},
+            "actor": {"source": source, "lora": lora},
             "tokenizer": tokenizer,
             "reward": {"function": "variety:score", "importPath": str(tmp_path / "code")},
         },
