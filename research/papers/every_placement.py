@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dovetail.planner.candidate import Share, Task
 from dovetail.planner.search import (
     EVERY,
     Effort,
     Limits,
     Misfit,
     Ranked,
-    Ranker,
     Result,
     Search,
-    every_size,
     orders,
 )
 from dovetail.planner.seconds import GPUCosts, Option
-from papers.free_placements import FreeLimits, FreeRanker, FreeSearch
+from papers.free_placements import FreeLimits, FreeSearch
 
 
 def search_of(limits: Limits, costs: GPUCosts, effort: Effort) -> Search:
@@ -27,32 +24,14 @@ def search_of(limits: Limits, costs: GPUCosts, effort: Effort) -> Search:
     return FreeSearch(limits, costs, effort) if isinstance(limits, FreeLimits) else Search(limits, costs, effort)
 
 
-class _EveryWay:
-    """Also looks at ways to save memory where it is plenty."""
-
-    costs: GPUCosts
-
-    def ways(self, task: Task, shares: Sequence[Share]) -> list[Option]:
-        return [self.costs.option(task, share) for share in shares]
-
-
-class _Everything(_EveryWay, Ranker):
-    pass
-
-
-class _FreeEverything(_EveryWay, FreeRanker):
-    pass
-
-
 def exhaustive(limits: Limits, costs: GPUCosts) -> Result:
     """Every structure, every combination of layouts, every schedule and threshold: for small cases, and to test by."""
     search = search_of(limits, costs, Effort(estimates=10**12))
-    search.ranker = _FreeEverything(limits, costs) if isinstance(limits, FreeLimits) else _Everything(limits, costs)
-    for structure in search.structures(every_size):
+    for structure in search.structures():
         ranking = search.ranker.rank(structure, EVERY)
         if isinstance(ranking, Misfit):
             continue
-        mine = search.combine(ranking, search.ranker)
+        mine = search.combine(ranking, limits, costs)
         for options in combinations(ranking.layouts):
             chosen = tuple(option.share for option in options)
             if not mine.agrees(chosen):

@@ -22,12 +22,12 @@ from dovetail.planner.search import (
     Ranked,
     Ranker,
     Search,
-    Sizes,
     Slots,
     Structures,
     front,
     joined,
     serving_degrees,
+    sizes,
     stages,
 )
 from dovetail.planner.seconds import GPUCosts
@@ -55,7 +55,7 @@ class FreeRanker(Ranker):
         ranked = self._fitting(task, slot, shared)
         return ranked if isinstance(ranked, Misfit) else front(ranked, width)
 
-    def options(self, task: Task, slot: Share, shared: bool, pool: Pool) -> Iterator[list[Share]]:
+    def options(self, task: Task, slot: Share, shared: bool, pool: Pool) -> Iterator[Share]:
         if task in TRAINING:
             yield from super().options(task, slot, shared, pool)
             return
@@ -65,11 +65,11 @@ class FreeRanker(Ranker):
             if task == "generation":
                 if pp <= limits.serving_pp:
                     ways = (False, True) if shared else (False,)
-                    yield [Share(slot.pool, slot.first, pp, tp, dp, offload=asleep) for asleep in ways]
+                    yield from (Share(slot.pool, slot.first, pp, tp, dp, offload=asleep) for asleep in ways)
             elif tp <= limits.inference_tp and pp <= limits.inference_pp:
                 # With smaller micro-batches the stages wait less.
                 for micro in (INFERENCE_MICRO_BATCH,) if pp == 1 else INFERENCE_MICRO_BATCHES:
-                    yield [Share(slot.pool, slot.first, pp, tp, dp, micro, offload=swap) for swap in limits.swap]
+                    yield from (Share(slot.pool, slot.first, pp, tp, dp, micro, offload=swap) for swap in limits.swap)
 
 
 class FreeCombinations(Combinations):
@@ -102,7 +102,7 @@ class FreeStructures(Structures):
             if generation and inference:
                 yield generation, inference, AWAY if generation != inference else ""
         if len(segments) == 1 and segments[0].gpus > 1:
-            for count in self.grid(self.inventory[segments[0].pool], segments[0].gpus):
+            for count in sizes(self.inventory[segments[0].pool], segments[0].gpus):
                 if 2 * count <= segments[0].gpus:
                     first, second = segments[0].cut(segments[0].gpus - count)
                     yield (first,), (second,), AWAY
@@ -116,5 +116,5 @@ class FreeSearch(Search):
         super().__init__(limits, costs, effort)
         self.ranker = FreeRanker(limits, costs)
 
-    def structures(self, grid: Sizes) -> Iterator[Candidate]:
-        return FreeStructures(self.costs.inventory, self.costs.work, self.limits, grid).every()
+    def structures(self) -> Iterator[Candidate]:
+        return FreeStructures(self.costs.inventory, self.costs.work, self.limits).every()

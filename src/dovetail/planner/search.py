@@ -1,16 +1,14 @@
-"""Searches for the fastest placement that fits, with bounds, a beam and then a descent.
+"""Searches for the fastest placement that fits, with a beam and then a descent.
 
 A structure says which task gets which GPUs. Structures are ranked by the fastest layouts of their tasks, each taken
-alone. In that order, the best few combinations of layouts of each structure are estimated as whole iterations. This
-ends when no other structure can be faster, the effort is spent, or time is up. At last the layouts and sizes of the
-best ones are varied one at a time."""
+alone. In that order, the best few combinations of layouts of each structure are estimated as whole iterations, until
+a part of the effort is spent or time is up. At last the layouts of the best ones are varied one at a time."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice, product
 from typing import Any, Literal
 
@@ -118,7 +116,7 @@ def every_layout(
                 yield from (Parallelism(pp=pp, tp=tp, dp=dp, cp=cp, ep=ep) for cp, ep in shared)
 
 
-# The most nodes with which every size is tried. With more, a grid is tried, and the best sizes are refined by nodes.
+# The most nodes with which every size is tried. With more, a grid is tried.
 EVERY_NODE = 16
 HALVES = "reference and reward on halves"
 DEDICATED = "actor and critic on dedicated GPUs"
@@ -127,15 +125,6 @@ ALONE = "training on GPUs of its own"
 
 Slots = tuple[Share, ...]
 """The GPUs that a task may use, before it has a layout there."""
-# A function of a pool and a number of its GPUs. It returns the smaller numbers at which to divide them.
-Sizes = Callable[[Pool, int], list[int]]
-
-
-def every_size(pool: Pool, count: int) -> list[int]:
-    """The numbers of GPUs below `count` that are worth trying: powers of two within a node, and whole nodes."""
-    within = {2**i for i in range(pool.per_node.bit_length()) if 2**i < pool.per_node}
-    nodes = range(1, count // pool.per_node + 1)
-    return sorted(s for s in {*within, *(n * pool.per_node for n in nodes)} if s < count)
 
 
 def part_sizes(pool: Pool) -> list[int]:
@@ -146,12 +135,14 @@ def part_sizes(pool: Pool) -> list[int]:
 
 
 def sizes(pool: Pool, count: int) -> list[int]:
-    """Like `every_size`, but with many nodes only a grid, which is finer towards both ends."""
-    nodes, found = -(-count // pool.per_node), every_size(pool, count)
-    if nodes <= EVERY_NODE:
-        return found
-    grid = _steps(nodes)
-    return [size for size in found if size < pool.per_node or size // pool.per_node in grid]
+    """The numbers of GPUs below `count` that are worth trying: powers of two within a node, and whole nodes. With many
+    nodes only a grid of them is tried, which is finer towards both ends."""
+    nodes, within = (
+        -(-count // pool.per_node),
+        {2**i for i in range(pool.per_node.bit_length()) if 2**i < pool.per_node},
+    )
+    tried = range(1, nodes + 1) if nodes <= EVERY_NODE else _steps(nodes)
+    return sorted(s for s in {*within, *(n * pool.per_node for n in tried)} if s < count)
 
 
 def _steps(nodes: int) -> set[int]:
@@ -161,11 +152,10 @@ def _steps(nodes: int) -> set[int]:
 
 
 class Structures:
-    """All structures of an inventory. A structure is a candidate whose shares have no layout yet. `grid`: gives the
-    sizes at which a pool's GPUs are divided."""
+    """All structures of an inventory. A structure is a candidate whose shares have no layout yet."""
 
-    def __init__(self, inventory: Inventory, work: Workload, limits: Limits, grid: Sizes = sizes) -> None:
-        self.inventory, self.work, self.limits, self.grid = inventory, work, limits, grid
+    def __init__(self, inventory: Inventory, work: Workload, limits: Limits) -> None:
+        self.inventory, self.work, self.limits = inventory, work, limits
 
     def every(self) -> Iterator[Candidate]:
         """All structures, each once and in a fixed order."""
@@ -196,7 +186,7 @@ class Structures:
                 if pool not in usable and others:
                     yield from self._separate(whole, others)
                 continue
-            for count in [*self.grid(pool, pool.gpus), pool.gpus]:
+            for count in [*sizes(pool, pool.gpus), pool.gpus]:
                 training, left = whole.cut(count)
                 segments = ((left,) if left.gpus and pool in usable else ()) + others
                 if segments:
@@ -291,8 +281,6 @@ INFERENCE_MICRO_BATCH = 8
 # The number of a task's fastest layouts that are kept. All that need less memory than every faster one are kept too.
 WIDTH = 4
 EVERY = 10**9
-# Training that needs less than this fraction of a GPU's memory does not try to need less.
-ROOMY = 0.25
 _EITHER = (False, True)
 
 # The fastest comes first.
@@ -311,17 +299,16 @@ class Misfit:
 class Ranking:
     """A structure with the layouts of each task on each of its shares, the fastest first. The shares of the layouts
     begin at GPU 0. `places`: the tasks and their shares. `layouts`: the options of each place. `guess`: the seconds of
-    the fastest layouts together. `bound`: no choice of layouts takes fewer seconds."""
+    the fastest layouts together."""
 
     structure: Candidate
     places: tuple[tuple[Task, Share], ...]
     layouts: tuple[Ranked, ...]
     guess: float
-    bound: float
 
 
 class Ranker:
-    """Ranks the layouts of tasks. If there is plenty of memory, it skips the ways to save memory."""
+    """Ranks the layouts of tasks."""
 
     def __init__(self, limits: Limits, costs: GPUCosts) -> None:
         self.limits, self.costs = limits, costs
@@ -330,17 +317,15 @@ class Ranker:
         """The layouts of each task, or the reason why a task does not fit."""
         places, layouts = tuple(structure.placed), []
         fastest: dict[Task, float] = {}
-        floors: dict[Task, float] = {}
         for task, slot in places:
             ranked = self._kept(task, slot, any(slot.overlaps(other) for other in structure.trained), width)
             if isinstance(ranked, Misfit):
                 return ranked
             layouts.append(ranked)
-            for seconds, more in ((fastest, ranked[0].seconds), (floors, min(option.floor for option in ranked))):
-                # The shares of a task work at the same time, and each gets samples in proportion to its speed.
-                rate = 1 / max(more, 1e-12) + (1 / seconds[task] if task in seconds else 0.0)
-                seconds[task] = 1 / rate
-        return Ranking(structure, places, tuple(layouts), _sum(structure, fastest), _sum(structure, floors))
+            # The shares of a task work at the same time, and each gets samples in proportion to its speed.
+            rate = 1 / max(ranked[0].seconds, 1e-12) + (1 / fastest[task] if task in fastest else 0.0)
+            fastest[task] = 1 / rate
+        return Ranking(structure, places, tuple(layouts), _sum(structure, fastest))
 
     @known_share
     def _kept(self, task: Task, slot: Share, shared: bool, width: int) -> Ranked | Misfit:
@@ -358,7 +343,7 @@ class Ranker:
     def _fitting(self, task: Task, slot: Share, shared: bool) -> Ranked | Misfit:
         """The layouts that fit if nothing else runs there, the fastest first. `shared`: the same GPUs also train."""
         pool = self.costs.inventory[slot.pool]
-        found = [option for shares in self.options(task, slot, shared, pool) for option in self.ways(task, shares)]
+        found = [self.costs.option(task, share) for share in self.options(task, slot, shared, pool)]
         if fits := sorted((o for o in found if o.problem is None), key=_by_seconds):
             return fits
         least = min(found, key=lambda option: option.need, default=None)
@@ -367,10 +352,9 @@ class Ranker:
         why = f"no layout of {task} on {slot.gpus} GPUs of {slot.pool} divides its batches and layers evenly"
         return Misfit(why, float("inf"))
 
-    def options(self, task: Task, slot: Share, shared: bool, pool: Pool) -> Iterator[list[Share]]:
+    def options(self, task: Task, slot: Share, shared: bool, pool: Pool) -> Iterator[Share]:
         """Every share of `task` on `slot` that the model's shape and the batch sizes allow, whether or not it fits.
-        Each list holds shares that differ only in how they save memory. The first saves nothing and the last saves
-        most. `shared`: the same GPUs also train, so that other tasks may have to free their memory."""
+        `shared`: the same GPUs also train, so that other tasks may have to free their memory."""
         limits, shape = self.limits, self.costs.work.needed(task)[0]
         size = limits.servers.get(pool.name)
         if task in TRAINING:
@@ -380,28 +364,14 @@ class Ranker:
             for tp, pp in stages(shape, slot, serving_degrees(shape, slot, pool)):
                 if size in (None, pp * tp) and pool.per_node % (pp * tp) == 0 and pp <= limits.serving_pp:
                     dp = slot.gpus // (pp * tp)
-                    yield [Share(slot.pool, slot.first, pp, tp, dp, offload=asleep) for asleep in ways]
+                    yield from (Share(slot.pool, slot.first, pp, tp, dp, offload=asleep) for asleep in ways)
         else:
             for _, pp in stages(shape, slot, (1,)):
                 if pp <= min(limits.inference_pp, size or pool.per_node):
                     # Beside each server there is a scorer, on some of its GPUs. A scorer divides its micro-batch by pp.
                     dp, micro = slot.gpus // max(pp, size or 1), max(1, INFERENCE_MICRO_BATCH // pp)
                     # If the server sleeps, the scorer's weights come from host memory.
-                    yield [Share(slot.pool, slot.first, pp, 1, dp, micro, offload=pool.name in limits.asleep)]
-
-    def ways(self, task: Task, shares: Sequence[Share]) -> list[Option]:
-        """The options for `shares`, which differ only in how they save memory. The last one saves most. If even that
-        one does not fit, it is the only option. If there is plenty of memory, the options that save nothing are
-        returned, one for each ZeRO stage."""
-        least = self.costs.option(task, shares[-1])
-        if least.problem is not None or len(shares) == 1:
-            return [least]
-        first = self.costs.option(task, shares[0])
-        roomy = first.problem is None and first.need < ROOMY * self.costs.inventory[first.share.pool].gpu.memory
-        if task in TRAINING and roomy:
-            plain = [s for s in shares[1:] if not (s.recompute or s.offload)]
-            return [first, *(self.costs.option(task, s) for s in plain)]
-        return [first, *(self.costs.option(task, s) for s in shares[1:-1]), least]
+                    yield Share(slot.pool, slot.first, pp, 1, dp, micro, offload=pool.name in limits.asleep)
 
 
 def _by_seconds(option: Option) -> tuple[float, str]:
@@ -463,7 +433,7 @@ def stages(shape: ModelShape, slot: Share, degrees: Sequence[int]) -> Iterator[t
 
 def training_shares(
     task: Task, slot: Share, pool: Pool, shape: ModelShape, work: Workload, limits: Limits
-) -> Iterator[list[Share]]:
+) -> Iterator[Share]:
     """Every layout of a training task, with every micro-batch size that divides a mini-batch."""
     degrees = tensor_degrees(shape, pool.per_node, work.lora(task))
     micros = MICRO_BATCHES if limits.micro_batch is None else (limits.micro_batch,)
@@ -482,7 +452,7 @@ def training_shares(
         ways: list[Any] = list(product(stages, limits.recompute, either, (1,), (layout.cp,), (layout.ep,)))
         for micro in micros:
             if work.divides(layout.batch_shares, micro):
-                yield [Share(slot.pool, slot.first, layout.pp, layout.tp, layout.dp, micro, *way) for way in ways]
+                yield from (Share(slot.pool, slot.first, layout.pp, layout.tp, layout.dp, micro, *way) for way in ways)
 
 
 # The number of a structure's fastest combinations that are estimated, and the number that are checked to find them.
@@ -498,99 +468,50 @@ Combination = tuple[Share, ...]
 
 
 class Combinations:
-    """Knows which combinations of one ranking's layouts fit, and makes candidates. `ranker`: finds further layouts."""
+    """Knows which combinations of one ranking's layouts fit, and makes candidates."""
 
-    def __init__(self, ranking: Ranking, ranker: Ranker) -> None:
-        self.ranking = ranking
-        self._costs, self._limits, self._ranker = ranker.costs, ranker.limits, ranker
-        self._filling = Filling(ranking, ranker.costs)
+    def __init__(self, ranking: Ranking, limits: Limits, costs: GPUCosts) -> None:
+        self.ranking, self._limits, self._costs = ranking, limits, costs
+        self._filling = Filling(ranking, costs)
         self._training = [at for at, (task, _) in enumerate(ranking.places) if task in TRAINING]
         # Whether actor and critic train on the same GPUs.
         self._together = len(self._training) == 2 and not ranking.structure.dedicated
 
     # ------------------------------------------------------------ what is worth an estimate
 
-    def few(self) -> Iterator[Combination]:
-        """The fastest combination if it fits. Otherwise those that fit after the fewest changes."""
-        first = next(self._agreeing(1), None)
-        if first is not None:
-            yield first
-        else:
-            yield from self._repaired()
-
     def many(self) -> list[Combination]:
-        """The fastest combinations, those of `few`, and those with few weights to move, each once."""
-        found = islice(self._agreeing(PATIENCE), COMBINATIONS)
-        return list(dict.fromkeys([*found, *self._repaired(), *self._aligned()]))
+        """The fastest combinations that fit, and those that fit after replacements, each once."""
+        return list(dict.fromkeys([*islice(self._agreeing(), COMBINATIONS), *self._repaired()]))
 
     def least(self) -> Combination | None:
-        """The combination that keeps least of a GPU while other tasks work, and then needs least for each task. If any
-        combination fits, this one does."""
+        """The combination that keeps least of a GPU while other tasks work, and then needs least for each task."""
         for layouts in self.alike():
-            chosen = self._least(layouts)
-            if chosen is None:
-                continue
-            if self._fits_side_by_side(chosen):
+            least = [min(each, key=lambda o: (not o.share.offload, o.need)) for each in layouts if each]
+            if len(least) == len(layouts) and (chosen := self._agreed(least)) is not None:
                 return chosen
-            others = (self._least(alike) for alike in self._same_stages(layouts))
-            return next((other for other in others if other and self._fit(other)), chosen)
         return None
 
-    def _least(self, layouts: list[Ranked]) -> Combination | None:
-        if not all(layouts):
-            return None
-        return self._agreed([min(each, key=lambda o: (not o.share.offload, o.need)) for each in layouts])
-
-    def _agreeing(self, patience: int) -> Iterator[Combination]:
-        """The fastest combinations that fit, among the first `patience` ones."""
+    def _agreeing(self) -> Iterator[Combination]:
+        """The fastest combinations that fit, among the first PATIENCE ones."""
         layouts = self.ranking.layouts
-        for at in islice(orders(layouts), patience):
+        for at in islice(orders(layouts), PATIENCE):
             options = [ranked[i] for ranked, i in zip(layouts, at, strict=True)]
-            chosen = self._agreed(options) if self._filling.fits(options) else None
-            if chosen is not None and self._fits_side_by_side(chosen):
+            if self._filling.fits(options) and (chosen := self._agreed(options)) is not None:
                 yield chosen
 
     def _repaired(self) -> Iterator[Combination]:
         """Combinations that fit after replacements. There is one for each pair of micro-batch size and tp, which actor
         and critic must have in common."""
         for layouts in self.alike():
-            chosen = self._agreed(self._filling.repaired(layouts))
-            if chosen is None:
-                continue
-            unlike = self.laid_out(chosen) != list(chosen)
-            if not unlike or self._fit(chosen):
+            if (chosen := self._agreed(self._filling.repaired(layouts))) is not None:
                 yield chosen
-            for alike in self._same_stages(layouts) if unlike else ():
-                if (chosen := self._agreed(self._filling.repaired(alike))) is not None:
-                    yield chosen
-
-    def _aligned(self) -> Iterator[Combination]:
-        """Combinations with one layout for training and generation, if they share GPUs. Then no weights move."""
-        structure = self.ranking.structure
-        if structure.dedicated or structure.generation != structure.actor_training:
-            return
-        wide = self._ranker.rank(structure, EVERY)
-        assert isinstance(wide, Ranking)
-        mine, tasks = type(self)(wide, self._ranker), [task for task, _ in wide.places]
-        by_layout: list[dict[tuple[int, int], Ranked]] = [{} for _ in tasks]
-        for found_here, ranked in zip(by_layout, wide.layouts, strict=True):
-            for option in ranked:
-                found_here.setdefault((option.share.pp, option.share.tp), []).append(option)
-        for layout in by_layout[tasks.index("actor_training")]:
-            for shared in ((*TRAINING, "generation", "critic"), (*TRAINING, "generation")):
-                layouts = [
-                    here[layout] if task in shared and layout in here else ranked
-                    for task, ranked, here in zip(tasks, wide.layouts, by_layout, strict=True)
-                ]
-                chosen = mine._agreed(mine._filling.repaired(layouts))
-                if chosen is not None and mine._fits_side_by_side(chosen):
-                    yield chosen
 
     # ------------------------------------------------------------ what can run together
 
     def fits(self, chosen: Combination) -> bool:
         """Whether a combination can run and fits, as far as that is known without an estimate of everything."""
-        return self.agrees(chosen) and self._fit(chosen)
+        placed = zip(self.ranking.places, self.laid_out(chosen), strict=True)
+        return self.agrees(chosen) and self._filling.fits([self._costs.option(task, s) for (task, _), s in placed])
 
     def agrees(self, chosen: Combination) -> bool:
         """Whether a combination can run. Actor and critic must have the same micro-batch size and tp. Inference must
@@ -612,14 +533,6 @@ class Combinations:
         chosen = tuple(option.share for option in options or ())
         return chosen if options and self.agrees(chosen) else None
 
-    def _fit(self, chosen: Combination) -> bool:
-        placed = zip(self.ranking.places, self.laid_out(chosen), strict=True)
-        return self._filling.fits([self._costs.option(task, share) for (task, _), share in placed])
-
-    def _fits_side_by_side(self, chosen: Combination) -> bool:
-        """Whether a combination fits if actor and critic have different numbers of stages. Its options fit alone."""
-        return self.laid_out(chosen) == list(chosen) or self._fit(chosen)
-
     def alike(self) -> Iterator[list[Ranked]]:
         """The layouts of each place. All of them come first. Then come those with which actor and critic have the same
         micro-batch size and tp, for each pair that both can have. Servers on their GPUs must have pods that hold tp
@@ -636,15 +549,6 @@ class Combinations:
                 if task == "generation" and any(slot.overlaps(places[other][1]) for other in self._training):
                     alike[at] = [o for o in alike[at] if o.share.pp * o.share.tp % common[1] == 0]
             yield alike
-
-    def _same_stages(self, layouts: list[Ranked]) -> Iterator[list[Ranked]]:
-        """The layouts of each place with which actor and critic have the same number of stages, for each number."""
-        if self._together:
-            for pp in sorted(set.intersection(*({o.share.pp for o in layouts[at]} for at in self._training))):
-                yield [
-                    [o for o in mine if o.share.pp == pp] if at in self._training else mine
-                    for at, mine in enumerate(layouts)
-                ]
 
     # ------------------------------------------------------------ the candidates
 
@@ -781,16 +685,10 @@ SLACK = 1.25
 # The number of combinations from which a descent starts: in all, and of one structure.
 FINALISTS = 6
 STARTS = 2
-# The number of pairs of layouts that the descent tries for two tasks.
+# The number of pairs of layouts that the descent tries for actor and critic.
 PAIRS = 24
-# The pairs of tasks whose layouts the descent changes together.
-_BESIDE: tuple[tuple[Task, Task], ...] = (
-    ("actor_training", "critic_training"),
-    ("generation", "actor_training"),
-    ("critic", "critic_training"),
-)
-# The most nodes by which the sizes of the best structure are varied, if not all sizes were tried.
-NEAR = 3
+# The fraction of the effort after which no further structure is looked at.
+LOOKING = 0.7
 
 
 @dataclass(frozen=True)
@@ -862,9 +760,11 @@ class Search:
 
     def run(self) -> Result:
         """The best placement of all structures."""
-        best = self._round(sizes, 0.5)
-        if best is not None and not self._over():
-            self._round(partial(_near, {share.gpus for _, share in best.ranking.places}), 0.7, best)
+        for ranking in sorted(self._ranked(), key=lambda ranking: ranking.guess):
+            spent = self.result.estimates >= LOOKING * self.effort.estimates
+            if self._over() or (spent and self.result.best is not None):
+                break
+            self._beam(self.combine(ranking, self.limits, self.costs))
         for mine, start in self._chosen():
             self._descend(mine, start)
         self._threshold()
@@ -873,40 +773,6 @@ class Search:
         others = [r for kind, r in self._kinds.items() if kind != chosen]
         self.result.rejected = sorted(others, key=lambda r: (r.seconds is None, r.seconds or 0.0, r.candidate.kind))
         return self.result
-
-    def _round(self, grid: Sizes, until: float, best: Combinations | None = None) -> Combinations | None:
-        """Estimate each structure once, and then more combinations of the best structures, until the fraction `until`
-        of the effort is spent. It goes on longer only if nothing fits yet. Returns those of the best structure."""
-        begun, glanced = self.result.estimates, []
-        for order, ranking in enumerate(sorted(self._ranked(grid), key=lambda r: r.guess)):
-            if self._over() or self._spent(begun, until / 2):
-                break
-            if self.result.best is None or ranking.bound < self.result.best.seconds:
-                mine = self.combine(ranking, self.ranker)
-                seconds, improved = self._glance(mine)
-                best = mine if improved else best
-                glanced.append((seconds, order, mine))
-        for _, _, mine in sorted(glanced, key=lambda g: g[:2]):
-            if self._over() or self._spent(0, until):
-                break
-            self._beam(mine)
-        finalist = min(self._finalists, key=lambda f: f[:2], default=None)
-        return best if finalist is None else finalist[2]
-
-    def _spent(self, begun: int, share: float) -> bool:
-        return self.result.best is not None and self.result.estimates - begun >= share * self.effort.estimates
-
-    def _glance(self, mine: Combinations) -> tuple[float, bool]:
-        """The seconds of the structure's first combination that fits, and whether it is the best so far. The seconds
-        are infinite if none of a few fits. Schedule and threshold are those that are likely to be fast."""
-        before = self.result.best
-        for chosen in (*mine.few(), mine.least()):
-            if chosen is None or self._over():
-                continue
-            found = self._once(mine, chosen)
-            if found.estimate.fits:
-                return found.seconds, self.result.best is not before
-        return float("inf"), False
 
     def _once(self, mine: Combinations, chosen: Combination) -> Found:
         """Estimate a combination with the best candidate's threshold and the schedule that is likely to be fastest."""
@@ -921,13 +787,13 @@ class Search:
 
     # ------------------------------------------------------------ structures
 
-    def structures(self, grid: Sizes) -> Iterator[Candidate]:
+    def structures(self) -> Iterator[Candidate]:
         """The structures that the search examines."""
-        return Structures(self.costs.inventory, self.costs.work, self.limits, grid).every()
+        return Structures(self.costs.inventory, self.costs.work, self.limits).every()
 
-    def _ranked(self, grid: Sizes) -> list[Ranking]:
+    def _ranked(self) -> list[Ranking]:
         found = []
-        for structure in self.structures(grid):
+        for structure in self.structures():
             ranking = self.ranker.rank(structure)
             if isinstance(ranking, Ranking):
                 found.append(ranking)
@@ -941,9 +807,6 @@ class Search:
 
     def _beam(self, mine: Combinations) -> None:
         """Estimate the structure's best combinations. The best of them become finalists."""
-        best = self.result.best
-        if best is not None and mine.ranking.bound >= best.seconds:
-            return
         found: list[tuple[float, int, Combination]] = []
         for order, chosen in enumerate(mine.many()):
             if self._over():
@@ -991,18 +854,17 @@ class Search:
     # ------------------------------------------------------------ the descent
 
     def _descend(self, start_at: Combinations, current: Found) -> None:
-        """Change the layout of one task or of two tasks at a time, among all that fit, while that helps."""
+        """Change one layout, or those of actor and critic, at a time, among all that fit, while that helps."""
         wide = self.ranker.rank(start_at.ranking.structure, EVERY)
         assert isinstance(wide, Ranking)
-        mine, improved = self.combine(wide, self.ranker), True
+        mine, improved = self.combine(wide, self.limits, self.costs), True
         while improved and not self._over():
             before = current
             for at in range(len(wide.layouts)):
                 for option in self._within_slack(wide, current, at):
                     current = self._vary(mine, current, {at: option})
-            for one, other in _BESIDE:
-                for pair in self._pairs(wide, current, one, other):
-                    current = self._vary(mine, current, pair)
+            for pair in self._pairs(wide, current):
+                current = self._vary(mine, current, pair)
             improved = current is not before
             if improved and not self._over():
                 current = min(current, self._try(mine, _shares(current)), key=_order)
@@ -1028,28 +890,20 @@ class Search:
         seconds = next((o.seconds for o in wide.layouts[at] if o.share == used), 0.0)
         return [o for o in wide.layouts[at] if o.seconds <= SLACK * seconds]
 
-    def _pairs(self, wide: Ranking, current: Found, one: Task, other: Task) -> list[dict[int, Option]]:
-        """Pairs of layouts that go together, the fastest first. For actor and critic, pairs can share a schedule. For
-        training and serving the same weights, the layouts are equal, because then no weights move."""
-        places = [at for at, (task, _) in enumerate(wide.places) if task in (one, other)]
-        trained = one == "actor_training"
-        divided = trained and wide.structure.dedicated
-        if len(places) != 2 or (wide.places[places[0]][1] != wide.places[places[1]][1] and not divided):
+    def _pairs(self, wide: Ranking, current: Found) -> list[dict[int, Option]]:
+        """Pairs of layouts of actor and critic that can share a schedule, or that have GPUs of their own. The fastest
+        come first."""
+        places = [at for at, (task, _) in enumerate(wide.places) if task in TRAINING]
+        if len(places) != 2:
             return []
-        first, second = places
-        ones, others = (self._within_slack(wide, current, at) for at in places)
+        divided, (first, second) = wide.structure.dedicated, places
         both = [
             (a.seconds + b.seconds, order, {first: a, second: b})
-            for order, (a, b) in enumerate(product(ones, others))
-            if divided
-            or (
-                a.share.tp == b.share.tp
-                and (max(a.share.pp, b.share.pp) % min(a.share.pp, b.share.pp) == 0)
-                and (trained or a.share.pp == b.share.pp)
-            )
+            for order, (a, b) in enumerate(product(*(self._within_slack(wide, current, at) for at in places)))
+            if divided or (a.share.tp == b.share.tp and max(a.share.pp, b.share.pp) % min(a.share.pp, b.share.pp) == 0)
         ]
         found = heapq.nsmallest(PAIRS, both, key=lambda p: p[:2])
-        if trained and not divided:
+        if not divided:
             # The fastest pair of each equal number of stages is tried too. Single changes lead there through slow
             # unlike pipelines.
             alike: dict[tuple[int, int], tuple[float, int, dict[int, Option]]] = {}
@@ -1080,13 +934,6 @@ def _shares(found: Found) -> Combination:
 def _order(found: Found) -> tuple[bool, float]:
     """A sorting key: the better candidate comes first."""
     return not found.estimate.fits, found.seconds
-
-
-def _near(cuts: set[int], pool: Pool, count: int) -> list[int]:
-    """The sizes within NEAR nodes of those in `cuts`."""
-    unit = pool.per_node
-    near = {cut + step * unit for cut in cuts for step in range(-NEAR, NEAR + 1)}
-    return sorted(n for n in near if 0 < n < count)
 
 
 def search_fewest_stages(limits: Limits, most: int, search: Callable[[Limits], Result]) -> tuple[Result, Limits]:
