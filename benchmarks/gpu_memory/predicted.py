@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from dovetail.fusion.lengths import Lengths
 from dovetail.gpus.gpu_products import gpu
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import LoRA
 from dovetail.planner.candidate import Candidate, Placement, Share, side_by_side
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.memory import CONTEXT_BYTES, GPUMemoryModel
 from dovetail.planner.workload import Workload
 from gpu_memory.cases import Case

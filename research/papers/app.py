@@ -10,8 +10,8 @@ from typing import Literal
 
 from dovetail.fusion.lengths import Lengths
 from dovetail.gpus.gpu_products import gpu
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Workload
 from papers.common import Figure, Measured, Section, best, llama, tensor_parallel, with_batch
 from papers.deepspeed import MOST, all_halves, climb, halves, largest

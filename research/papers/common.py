@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
+from dovetail.gpus.inventory import Inventory
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.planner.candidate import Candidate
-from dovetail.planner.inventory import Inventory
 from dovetail.planner.seconds import Estimate
 from dovetail.planner.workload import Workload
 from papers.system import System, SystemCosts

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dovetail.gpus.inventory import Inventory
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.inventory import Inventory
 from dovetail.planner.workload import Workload
 from papers.common import Measured, best, with_batch
 from papers.system import System

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
+from dovetail.gpus.inventory import Pool
 from dovetail.planner.candidate import TRAINING, Candidate, Schedule, Share, Task
-from dovetail.planner.inventory import Pool
 from dovetail.planner.search import (
     HALVES,
     INFERENCE_MICRO_BATCH,

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from dovetail.fusion.lengths import Lengths
 from dovetail.gpus.gpu_products import gpu
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Workload
 from papers.common import Figure, Section
 from papers.planner import planned

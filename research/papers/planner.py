@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from dovetail.planner.inventory import Inventory
+from dovetail.gpus.inventory import Inventory
 from dovetail.planner.placements import effort
 from dovetail.planner.seconds import GPUCosts
 from dovetail.planner.workload import Workload

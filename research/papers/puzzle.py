@@ -11,10 +11,10 @@ from statistics import mean
 
 from dovetail.fusion.lengths import Lengths
 from dovetail.gpus.gpu_products import gpu
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.pipelines import FAMILIES, SearchEffort, find, fused_problem
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.seconds import COLLECTIVE_SECONDS, LINK
 from dovetail.planner.workload import Workload
 from papers.common import Figure, Measured, Section, best, tensor_parallel

@@ -11,8 +11,8 @@ from math import lcm
 
 from dovetail.fusion.lengths import Lengths
 from dovetail.gpus.gpu_products import gpu
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Workload
 from papers.common import Figure, Measured, Section, best, llama, tensor_parallel
 from papers.deepspeed import SYSTEM as DEEPSPEED

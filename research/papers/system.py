@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dovetail.fusion.lengths import Lengths
+from dovetail.gpus.inventory import Inventory
 from dovetail.manifest.model_shape import Head, ModelShape
 from dovetail.planner.candidate import TRAINING, Candidate, Share, Task
-from dovetail.planner.inventory import Inventory
 from dovetail.planner.memory import FRAGMENTS, ITEMSIZE, GPUMemoryModel, Loads, TaskMemory, Training, trained_parameters
 from dovetail.planner.seconds import (
     LINK,

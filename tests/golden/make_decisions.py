@@ -25,11 +25,11 @@ from pydantic import ValidationError
 
 from dovetail.coordinator.samples.fusion.threshold import ThresholdController
 from dovetail.fusion.profile import StageProfile
+from dovetail.gpus.inventory import read
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJobSpec, Stage
-from dovetail.planner.inventory import read
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placements import recommend
 from dovetail.planner.planned_job import Chosen, Infeasible, PlannedJob

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from dovetail.cli.simulated_iteration import Simulated
 from dovetail.cli.simulated_iteration import simulate as played
+from dovetail.gpus.inventory import Inventory
 from dovetail.planner.candidate import Candidate
-from dovetail.planner.inventory import Inventory
 from dovetail.planner.seconds import Estimate, GPUCosts
 from dovetail.planner.workload import Workload
 

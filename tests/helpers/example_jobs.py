@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from dovetail.gpus.inventory import read
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
-from dovetail.planner.inventory import read
 from dovetail.planner.placements import recommend
 from dovetail.planner.planned_job import Chosen
 

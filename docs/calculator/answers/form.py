@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from answers.peers import settings
+from dovetail.gpus.inventory import InventoryError, read
 from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import API_VERSION, KIND
-from dovetail.planner.inventory import InventoryError, read
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placements import Unknown, fragment, recommend
 from dovetail.planner.planned_job import ConfigError, Infeasible

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dovetail.gpus.inventory import Inventory
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.candidate import Candidate
-from dovetail.planner.inventory import Inventory
 
 STAGES = "# its servers have no pipeline stages that are known here"
 NO_CRITIC = "# no such layout is known here for PPO with a critic"

@@ -24,10 +24,10 @@ from dovetail.cli.job_arguments import (
     set_option,
 )
 from dovetail.gpus.gpu_products import GPU
+from dovetail.gpus.inventory import Inventory
 from dovetail.manifest.sizes import owner
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.planner.cpus import mismatch
-from dovetail.planner.inventory import Inventory
 from dovetail.planner.placements import Unknown, cheapest, fragment, place, recommend
 from dovetail.planner.planned_job import Chosen, ConfigError, Infeasible, PlannedJob, needed, worth
 from dovetail.protocol.errors import UsageError

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.planner.candidate import Candidate
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.memory import GPUMemory
 
 # The time until a new node works: it starts its container and its server, and loads the weights.

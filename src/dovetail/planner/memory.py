@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.manifest.hashing import known_share
 from dovetail.manifest.model_shape import Head, Linear, ModelShape
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task, cells
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Workload
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES, OFFLOAD_NUMBERS, SCORER_TOKENS, SHARED_WEIGHT_BYTES
 from dovetail.protocol.plan import stage_path, stages_at

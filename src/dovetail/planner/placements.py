@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
 
+from dovetail.gpus.inventory import Inventory
 from dovetail.manifest.accelerators import sleeps
 from dovetail.manifest.checks.batching import BatchRule, longest_sample
 from dovetail.manifest.resolve import old_is_current
@@ -17,7 +18,6 @@ from dovetail.manifest.sizes import has_critic, shares_body, world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner import lives
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Placement, Schedule, Share, Task
-from dovetail.planner.inventory import Inventory
 from dovetail.planner.memory import Training, problem, worst
 from dovetail.planner.planned_job import (
     Chosen,

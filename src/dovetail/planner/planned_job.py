@@ -9,6 +9,7 @@ from typing import Any
 
 from dovetail.fusion.lengths import Lengths
 from dovetail.gpus.gpu_products import GPU, gpu
+from dovetail.gpus.inventory import NETWORK_GBPS, Inventory, Pool
 from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample, pinned_layouts
 from dovetail.manifest.model_families.support import family_of
 from dovetail.manifest.model_shape import Head, ModelShape, ShapeError
@@ -16,7 +17,6 @@ from dovetail.manifest.sizes import has_critic, owner, pod_count, shares_body, t
 from dovetail.manifest.types import Dtype, Group, ModelSource, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner import candidate
 from dovetail.planner.candidate import Candidate, Share, Task
-from dovetail.planner.inventory import NETWORK_GBPS, Inventory, Pool
 from dovetail.planner.lags import DrawnIterations
 from dovetail.planner.memory import GIB, Training, training_job
 from dovetail.planner.search import context_degrees, every_layout

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import Any, Literal
 
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.manifest.hashing import known_share
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.sizes import world_size
@@ -28,7 +29,6 @@ from dovetail.planner.candidate import (
     cells,
     side_by_side,
 )
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.memory import Footprint
 from dovetail.planner.seconds import Estimate, GPUCosts, Option
 from dovetail.planner.workload import Workload

@@ -20,11 +20,11 @@ from dovetail.fusion.curve import interpolate
 from dovetail.fusion.lengths import Lengths
 from dovetail.fusion.profile import SATURATED, StageProfile
 from dovetail.gpus.gpu_products import GPU
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.manifest.hashing import known_share
 from dovetail.manifest.model_shape import Head, ModelShape
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.memory import ITEMSIZE, Footprint, GPUMemory, GPUMemoryModel, Training, trained_parameters
 from dovetail.planner.workload import Workload
 from dovetail.protocol.budgets import SCORER_TOKENS

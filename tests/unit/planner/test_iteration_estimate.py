@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from dovetail.fusion.lengths import Lengths
 from dovetail.gpus.gpu_products import gpu
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import LoRA
 from dovetail.planner.candidate import Candidate, Placement, Schedule, Share
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.seconds import PHASES, decode_step, shared_prompt
 from dovetail.planner.workload import Workload
 from dovetail.protocol.budgets import SCORER_TOKENS

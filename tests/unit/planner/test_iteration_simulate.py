@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from dovetail.cli.simulated_iteration import Simulated
 from dovetail.fusion.lengths import Lengths
 from dovetail.gpus.gpu_products import gpu
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.planner.candidate import Candidate, Placement, Schedule, Share
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.seconds import PHASES
 from dovetail.planner.workload import Workload
 from helpers.estimates import estimate, simulate

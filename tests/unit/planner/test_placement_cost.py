@@ -4,7 +4,7 @@ import pytest
 from test_placement_cli import CLUSTER, call
 from test_placement_job import A10, A100, spec
 
-from dovetail.planner.inventory import read
+from dovetail.gpus.inventory import read
 from dovetail.planner.placements import Unknown, cheapest, recommend
 
 

@@ -14,6 +14,7 @@ from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.coordinator.schedules.stored_schedule import applies
 from dovetail.fusion.lengths import Lengths
 from dovetail.gpus.gpu_products import gpu
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.resolve import resolve
@@ -21,7 +22,6 @@ from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.operator.reconcile.replan import Need, honoured, resized
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placements import fragment, recommend
 from dovetail.planner.workload import Workload

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dovetail.planner.inventory import Inventory, InventoryError, from_nodes, read
+from dovetail.gpus.inventory import Inventory, InventoryError, from_nodes, read
 
 A100 = "NVIDIA-A100-SXM4-80GB"
 

@@ -5,12 +5,12 @@ import yaml
 
 from dovetail.cli.planning import server_pods
 from dovetail.gpus.gpu_products import gpu
+from dovetail.gpus.inventory import Inventory, Pool, read
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
-from dovetail.planner.inventory import Inventory, Pool, read
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placements import Unknown, fragment, recommend
 from dovetail.planner.planned_job import ConfigError, Infeasible, PlannedJob

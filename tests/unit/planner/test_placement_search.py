@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from dovetail.fusion.lengths import Lengths
 from dovetail.gpus.gpu_products import gpu
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.manifest.types import Parallelism
 from dovetail.planner.candidate import TRAINING, Placement
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.search import Effort, Limits, Search
 from dovetail.planner.seconds import GPUCosts
 from dovetail.planner.workload import Workload

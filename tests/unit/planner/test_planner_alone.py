@@ -21,7 +21,7 @@ sys.meta_path.insert(0, Missing())
 import yaml
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
-from dovetail.planner.inventory import read
+from dovetail.gpus.inventory import read
 from dovetail.planner.make_plan import make_plan
 from dovetail.planner.placements import recommend
 

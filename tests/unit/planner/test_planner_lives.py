@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.gpus.gpu_products import gpu
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.planner import lives
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.lives import Use
 
 A100, A10 = gpu("NVIDIA-A100-SXM4-80GB"), gpu("NVIDIA-A10")

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from dovetail.fusion.lengths import Lengths
 from dovetail.gpus.gpu_products import gpu
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.manifest.model_shape import ModelShape, ShapeError
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.models import PipelineStage, load_config
 from dovetail.planner.candidate import Share
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.memory import (
     GPUMemoryModel,
     Training,

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from dovetail.fusion.lengths import Lengths
 from dovetail.gpus.gpu_products import gpu, products
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.manifest.model_shape import ModelShape
 from dovetail.manifest.types import Dtype
 from dovetail.planner.candidate import Share
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.seconds import (
     GPUCosts,
     all_gather,

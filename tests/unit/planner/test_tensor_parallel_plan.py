@@ -6,11 +6,11 @@ import pytest
 
 from dovetail.coordinator.schedules.step_commands import serial_1f1b
 from dovetail.gpus.gpu_products import gpu
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.manifest.checks.validation import warnings
 from dovetail.manifest.documents import parse
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.candidate import Candidate
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placements import fragment, recommend
 from helpers.manifests import changed

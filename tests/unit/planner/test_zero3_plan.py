@@ -17,10 +17,10 @@ from test_recompute_plan import A100, on_cpus, on_gpus
 from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.gpus.gpu_products import gpu
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.launch.local.rundir import zero3_of_run
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.pipelines import FAMILIES
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placements import fragment, recommend, taken
 from dovetail.planner.planned_job import Chosen, Placed

@@ -12,10 +12,10 @@ import yaml
 from pydantic import ValidationError
 
 from dovetail.gpus.gpu_products import GPU, HardwareError, described, parse
+from dovetail.gpus.inventory import Inventory, InventoryError, read
 from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.checks.model_contents import model_config
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.inventory import Inventory, InventoryError, read
 from dovetail.protocol.errors import RunError, UsageError, last_said
 from dovetail.protocol.files.machine_profile import Profile
 
