@@ -31,7 +31,7 @@ def exhaustive(limits: Limits, costs: GPUCosts) -> Result:
         ranking = search.ranker.rank(structure, EVERY)
         if isinstance(ranking, Misfit):
             continue
-        mine = search.combine(ranking, limits, costs)
+        mine = search.combine(ranking, search.ranker)
         for options in combinations(ranking.layouts):
             chosen = tuple(option.share for option in options)
             if not mine.agrees(chosen):

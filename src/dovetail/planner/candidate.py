@@ -90,22 +90,7 @@ class Share:
 
     def at(self, first: int) -> Share:
         """The same share, but from GPU `first` on."""
-        if first == self.first:
-            return self
-        return Share(
-            self.pool,
-            first,
-            self.pp,
-            self.tp,
-            self.dp,
-            self.micro_batch,
-            self.fsdp,
-            self.recompute,
-            self.offload,
-            self.pipelines,
-            self.cp,
-            self.ep,
-        )
+        return self if first == self.first else replace(self, first=first)
 
     def cut(self, at: int) -> tuple[Share, Share]:
         """Divides GPUs without a layout into the first `at` and the rest."""

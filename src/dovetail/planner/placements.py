@@ -17,7 +17,7 @@ from dovetail.manifest.resolve import old_is_current
 from dovetail.manifest.sizes import has_critic, shares_body, world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner import lives
-from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Placement, Schedule, Share, Task
+from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Placement, Share, Task
 from dovetail.planner.memory import Training, problem, worst
 from dovetail.planner.planned_job import (
     Chosen,
@@ -58,14 +58,6 @@ from dovetail.protocol.prediction import (
 
 ALTERNATIVES = 12
 TRAINING_TASKS: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
-_SCHEDULES: dict[str, tuple[Schedule, ...]] = {
-    "Auto": ("Serial", "TimeSharing", "Fused"),
-    "Fused": ("Fused",),
-    "TimeSharing": ("TimeSharing",),
-    "VShaped": ("VShaped",),
-    "Dedicated": ("Serial",),
-    "Serial": ("Serial",),
-}
 RECOMPUTE: dict[str, tuple[bool, ...]] = {"Auto": (False, True), "Always": (True,), "Never": (False,)}
 ZERO: dict[str, tuple[Literal[2, 3], ...]] = {"Always": (3,), "Never": (2,)}
 # The most whole iterations that the search may estimate. A manifest's groups leave few choices.
@@ -163,7 +155,7 @@ def pinned(job: PlannedJob, limits: Limits) -> Limits:
     return replace(
         limits,
         placements=tuple(Placement) if placement == "Auto" else (Placement(placement),),
-        schedules=_SCHEDULES[together],
+        schedules=Limits.schedules if together == "Auto" else ("Serial",) if dedicated == (True,) else (together,),
         dedicated=dedicated,
         migrations=MIGRATIONS if fusion == "Auto" else (None if fusion == "Off" else float(fusion),),
         # With a shared body, the values come from the forward pass that a fold would save.

@@ -468,11 +468,11 @@ Combination = tuple[Share, ...]
 
 
 class Combinations:
-    """Knows which combinations of one ranking's layouts fit, and makes candidates."""
+    """Knows which combinations of one ranking's layouts fit, and makes candidates. `ranker`: finds further layouts."""
 
-    def __init__(self, ranking: Ranking, limits: Limits, costs: GPUCosts) -> None:
-        self.ranking, self._limits, self._costs = ranking, limits, costs
-        self._filling = Filling(ranking, costs)
+    def __init__(self, ranking: Ranking, ranker: Ranker) -> None:
+        self.ranking, self._ranker, self._limits, self._costs = ranking, ranker, ranker.limits, ranker.costs
+        self._filling = Filling(ranking, ranker.costs)
         self._training = [at for at, (task, _) in enumerate(ranking.places) if task in TRAINING]
         # Whether actor and critic train on the same GPUs.
         self._together = len(self._training) == 2 and not ranking.structure.dedicated
@@ -480,8 +480,8 @@ class Combinations:
     # ------------------------------------------------------------ what is worth an estimate
 
     def many(self) -> list[Combination]:
-        """The fastest combinations that fit, and those that fit after replacements, each once."""
-        return list(dict.fromkeys([*islice(self._agreeing(), COMBINATIONS), *self._repaired()]))
+        """The fastest combinations, those that fit after replacements, and those that move few weights, each once."""
+        return list(dict.fromkeys([*islice(self._agreeing(), COMBINATIONS), *self._repaired(), *self._aligned()]))
 
     def least(self) -> Combination | None:
         """The combination that keeps least of a GPU while other tasks work, and then needs least for each task."""
@@ -505,6 +505,27 @@ class Combinations:
         for layouts in self.alike():
             if (chosen := self._agreed(self._filling.repaired(layouts))) is not None:
                 yield chosen
+
+    def _aligned(self) -> Iterator[Combination]:
+        """Combinations with one layout for training and generation, if they share GPUs. Then no weights move."""
+        structure = self.ranking.structure
+        if structure.dedicated or structure.generation != structure.actor_training:
+            return
+        wide = self._ranker.rank(structure, EVERY)
+        assert isinstance(wide, Ranking)
+        mine, tasks = type(self)(wide, self._ranker), [task for task, _ in wide.places]
+        by_layout: list[dict[tuple[int, int], Ranked]] = [{} for _ in tasks]
+        for found_here, ranked in zip(by_layout, wide.layouts, strict=True):
+            for option in ranked:
+                found_here.setdefault((option.share.pp, option.share.tp), []).append(option)
+        for layout in by_layout[tasks.index("actor_training")]:
+            for shared in ((*TRAINING, "generation", "critic"), (*TRAINING, "generation")):
+                layouts = [
+                    here[layout] if task in shared and layout in here else ranked
+                    for task, ranked, here in zip(tasks, wide.layouts, by_layout, strict=True)
+                ]
+                if (chosen := mine._agreed(mine._filling.repaired(layouts))) is not None:
+                    yield chosen
 
     # ------------------------------------------------------------ what can run together
 
@@ -685,10 +706,16 @@ SLACK = 1.25
 # The number of combinations from which a descent starts: in all, and of one structure.
 FINALISTS = 6
 STARTS = 2
-# The number of pairs of layouts that the descent tries for actor and critic.
+# The number of pairs of layouts that the descent tries for two tasks.
 PAIRS = 24
+# The pairs of tasks whose layouts the descent changes together.
+_BESIDE: tuple[tuple[Task, Task], ...] = (
+    ("actor_training", "critic_training"),
+    ("generation", "actor_training"),
+    ("critic", "critic_training"),
+)
 # The fraction of the effort after which no further structure is looked at.
-LOOKING = 0.7
+LOOKING = 0.5
 
 
 @dataclass(frozen=True)
@@ -764,7 +791,7 @@ class Search:
             spent = self.result.estimates >= LOOKING * self.effort.estimates
             if self._over() or (spent and self.result.best is not None):
                 break
-            self._beam(self.combine(ranking, self.limits, self.costs))
+            self._beam(self.combine(ranking, self.ranker))
         for mine, start in self._chosen():
             self._descend(mine, start)
         self._threshold()
@@ -854,17 +881,18 @@ class Search:
     # ------------------------------------------------------------ the descent
 
     def _descend(self, start_at: Combinations, current: Found) -> None:
-        """Change one layout, or those of actor and critic, at a time, among all that fit, while that helps."""
+        """Change the layout of one task or of two tasks at a time, among all that fit, while that helps."""
         wide = self.ranker.rank(start_at.ranking.structure, EVERY)
         assert isinstance(wide, Ranking)
-        mine, improved = self.combine(wide, self.limits, self.costs), True
+        mine, improved = self.combine(wide, self.ranker), True
         while improved and not self._over():
             before = current
             for at in range(len(wide.layouts)):
                 for option in self._within_slack(wide, current, at):
                     current = self._vary(mine, current, {at: option})
-            for pair in self._pairs(wide, current):
-                current = self._vary(mine, current, pair)
+            for one, other in _BESIDE:
+                for pair in self._pairs(wide, current, one, other):
+                    current = self._vary(mine, current, pair)
             improved = current is not before
             if improved and not self._over():
                 current = min(current, self._try(mine, _shares(current)), key=_order)
@@ -890,20 +918,27 @@ class Search:
         seconds = next((o.seconds for o in wide.layouts[at] if o.share == used), 0.0)
         return [o for o in wide.layouts[at] if o.seconds <= SLACK * seconds]
 
-    def _pairs(self, wide: Ranking, current: Found) -> list[dict[int, Option]]:
-        """Pairs of layouts of actor and critic that can share a schedule, or that have GPUs of their own. The fastest
-        come first."""
-        places = [at for at, (task, _) in enumerate(wide.places) if task in TRAINING]
-        if len(places) != 2:
+    def _pairs(self, wide: Ranking, current: Found, one: Task, other: Task) -> list[dict[int, Option]]:
+        """Pairs of layouts that go together, the fastest first. For actor and critic, pairs can share a schedule. For
+        training and serving the same weights, the layouts are equal, because then no weights move."""
+        places = [at for at, (task, _) in enumerate(wide.places) if task in (one, other)]
+        trained = one == "actor_training"
+        divided = trained and wide.structure.dedicated
+        if len(places) != 2 or (wide.places[places[0]][1] != wide.places[places[1]][1] and not divided):
             return []
-        divided, (first, second) = wide.structure.dedicated, places
+        first, second = places
         both = [
             (a.seconds + b.seconds, order, {first: a, second: b})
             for order, (a, b) in enumerate(product(*(self._within_slack(wide, current, at) for at in places)))
-            if divided or (a.share.tp == b.share.tp and max(a.share.pp, b.share.pp) % min(a.share.pp, b.share.pp) == 0)
+            if divided
+            or (
+                a.share.tp == b.share.tp
+                and (max(a.share.pp, b.share.pp) % min(a.share.pp, b.share.pp) == 0)
+                and (trained or a.share.pp == b.share.pp)
+            )
         ]
         found = heapq.nsmallest(PAIRS, both, key=lambda p: p[:2])
-        if not divided:
+        if trained and not divided:
             # The fastest pair of each equal number of stages is tried too. Single changes lead there through slow
             # unlike pipelines.
             alike: dict[tuple[int, int], tuple[float, int, dict[int, Option]]] = {}

@@ -262,9 +262,7 @@ LAUNCHES = 36
 def all_reduce(size: float, ranks: int, bandwidth: float) -> float:
     """The seconds of a ring all-reduce, in which each of n ranks sends and receives 2 (n - 1) / n of `size` bytes.
     `bandwidth`: bytes per second."""
-    if ranks == 1:
-        return 0.0
-    return COLLECTIVE_SECONDS + 2 * (ranks - 1) / ranks * size / (LINK * bandwidth)
+    return all_gather(2 * size, ranks, bandwidth)
 
 
 def all_gather(size: float, ranks: int, bandwidth: float) -> float:
@@ -451,7 +449,6 @@ def together(
     return min(serial, bound + max(actor.hops, critic.hops) + actor.fixed + critic.fixed)
 
 
-PHASES = ("generation", "inference", "training", "transfer", "swap")
 # For each parameter a step reads its float32 master, two moments and gradient, and writes all but the gradient.
 OPTIMIZER_BYTES = 28
 # The most requests of a vLLM server at once.
@@ -460,7 +457,7 @@ MAX_SAMPLES = 256
 
 @dataclass(frozen=True)
 class Estimate:
-    """`phases`: seconds by name of PHASES, one after the other. `inference` is the part that fusion does not hide.
+    """`phases`: seconds by name, one after the other. `inference` is the part that fusion does not hide.
     `memory`: that of every GPU with a task. `problem`: why it cannot run, as one sentence. None if it can."""
 
     phases: Mapping[str, float]
@@ -480,13 +477,12 @@ class Estimate:
 class Option:
     """A share of a task, as if nothing else ran on its GPUs.
 
-    `seconds`: the time of the task in an iteration. `floor`: the least time of the task beside other tasks, with any
-    schedule. `footprint`: the bytes of one GPU. `problem`: why the share cannot run even alone. None if it can."""
+    `seconds`: the time of the task in an iteration. `footprint`: the bytes of one GPU. `problem`: why the share cannot
+    run even alone. None if it can."""
 
     share: Share
     footprint: Footprint
     seconds: float = 0.0
-    floor: float = 0.0
     problem: str | None = None
 
     @property
@@ -539,12 +535,9 @@ class GPUCosts:
             return Option(share, Footprint(mine.need), problem=f"{task} on {self.memory.explanation(task, share)}")
         if task == "generation":
             seconds = self.generated([(share, max(mine.room, self.work.longest))], None).seconds
-            problem = self._no_room(share, mine.room)
-            # A tail that gathers on fewer servers may end a little sooner.
-            return Option(share, mine, seconds + self.swap(task, share), 0.9 * seconds, problem)
+            return Option(share, mine, seconds + self.swap(task, share), self._no_room(share, mine.room))
         if task in TRAINING:
-            step, steps = self.step(task, share), self.work.steps
-            return Option(share, mine, steps * step.alone, steps * (step.work + step.fixed))
+            return Option(share, mine, self.work.steps * self.step(task, share).alone)
         return Option(share, mine, self.inference(task, share) + self.swap(task, share))
 
     def _no_room(self, share: Share, room: int) -> str | None:
