@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -194,48 +193,12 @@ def exposed_inference(
 
 
 def _hidden(candidate: Candidate, generated: GenerationTimes, tasks: Sequence[tuple[Share, float]]) -> float:
-    """The seconds of one GPU's tasks that are done before generation ends.
-
-    A copy of a model that is split over GPUs works when all of these GPUs are free. Any set of servers is equally
-    likely to get the tail."""
-    beside, after = [], []
-    for share, seconds in tasks:
-        on = next((other for other in candidate.generation if share.overlaps(other)), None)
-        if on is not None:
-            busy, servers = generated.destinations, generated.servers
-            spread = Counter({1: share.dp}) if candidate.beside else _spread(share, on)
-            free = sum(n * _all_free(k, busy, servers) for k, n in spread.items())
-            after.append((free / share.dp, seconds))
-        else:
-            beside.append(seconds)
-    hidden = min(generated.seconds, sum(beside))
+    """The seconds of one GPU's tasks that are done before generation ends. A task on a server's GPUs works when the
+    server is free. Any set of servers is equally likely to get the tail."""
+    serving = [seconds for share, seconds in tasks if any(share.overlaps(other) for other in candidate.generation)]
+    hidden = min(generated.seconds, sum(seconds for _, seconds in tasks) - sum(serving))
     left = min(generated.seconds - generated.gathered, generated.seconds - hidden)
-    for speed, seconds in sorted(after, reverse=True):
-        if speed > 0:
-            done = min(seconds, left * speed)
-            hidden += done
-            left -= done / speed
-    return hidden
-
-
-@lru_cache(maxsize=8192)
-def _spread(share: Share, serving: Share) -> Counter[int]:
-    """Counts the copies of a share's model, by the number of servers on whose GPUs a copy lies."""
-    if share.pp == share.tp == 1:
-        return Counter({1: share.dp})
-    ranks, served = {*range(0, share.tp, serving.tp), share.tp - 1}, serving.range
-    stages = [stage * share.dp for stage in range(share.pp)]
-
-    def of(copy: int) -> set[int]:
-        gpus = (share.first + share.tp * (stage + copy) + rank for stage in stages for rank in ranks)
-        return {(gpu - serving.first) // serving.tp % serving.dp for gpu in gpus if gpu in served}
-
-    return Counter(len(of(copy)) for copy in range(share.dp))
-
-
-def _all_free(some: int, busy: int, servers: int) -> float:
-    """The probability that none of `some` given servers is among the `busy` ones, which are drawn at random."""
-    return math.comb(servers - some, busy) / math.comb(servers, busy) if some <= servers else 0.0
+    return hidden + min(sum(serving), left * (1 - generated.destinations / generated.servers))
 
 
 # The number of samples that vLLM prefills together.
