@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from dovetail.gpus.gpu_products import gpu
+from dovetail.gpus.inventory import Inventory, Pool
 from dovetail.manifest.documents import parse
 from dovetail.manifest.types import Dtype, Parallelism, RLHFJobSpec
 from dovetail.planner.candidate import Share
-from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.memory import training_job, training_memory
 from dovetail.planner.placements import fragment, recommend
