@@ -295,14 +295,11 @@ def fitting(chosen: Chosen) -> Literal["Auto", "TimeSharing", "Serial"]:
     """The schedules that fit if a placement on GPUs was chosen and the manifest leaves the schedule open. Those that
     run both models at once need the gradients and the gathered weights of both. So a placement may fit only if the
     models take turns, or only if no critic's stage runs against the actor's."""
-    ways: tuple[tuple[Schedule, Literal["Auto", "TimeSharing"]], ...] = (
-        ("Fused", "Auto"),
-        ("TimeSharing", "TimeSharing"),
-    )
-    for schedule, allowed in ways:
-        if chosen.costs.estimate(replace(chosen.candidate, schedule=schedule)).fits:
-            return allowed
-    return "Serial"
+
+    def fits(schedule: Schedule) -> bool:
+        return chosen.costs.estimate(replace(chosen.candidate, schedule=schedule)).fits
+
+    return "Auto" if fits("Fused") else "TimeSharing" if fits("TimeSharing") else "Serial"
 
 
 def chunks_alone(job: PlannedJob, placed: Placed, rule: BatchRule) -> int:

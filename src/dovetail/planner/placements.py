@@ -25,8 +25,6 @@ from dovetail.planner.planned_job import (
     Placed,
     PlannedJob,
     allowed_layouts,
-    held,
-    most_chunks,
     most_stages,
     sequences,
     worth,
@@ -98,8 +96,10 @@ def place(job: PlannedJob) -> Placed | None:
         return plain
     if found is None or found.chosen is None:
         return found
-    if plain is not None and not worth(found.chosen.prediction.iteration_seconds, _reached(job, plain), job.work.steps):
-        return plain
+    if plain is not None and plain.chosen is not None:
+        best, other = (each.prediction.iteration_seconds for each in (found.chosen, plain.chosen))
+        if not worth(best, other, job.work.steps):
+            return plain
     return taken(plain, "" if refused is None else str(refused), found)
 
 
@@ -215,19 +215,6 @@ def taken(plain: Placed | None, why: str, found: Placed) -> Placed:
     others.sort(key=lambda each: (each.seconds is None, each.seconds or 0.0))
     prediction = found.chosen.prediction.model_copy(update={"alternatives": others})
     return replace(found, prediction=prediction, chosen=replace(found.chosen, prediction=prediction))
-
-
-def _reached(job: PlannedJob, plain: Placed) -> float:
-    """Seconds of an iteration without ZeRO-3, with several stages a rank if that is faster and the job permits it."""
-    assert plain.chosen is not None
-    spec, chosen = job.spec, plain.chosen
-    actor, critic = chosen.candidate.actor_training, chosen.candidate.critic_training
-    open_ = spec.plan.intra_stage_fusion == "Auto" and spec.ppo.micro_batch_tokens is None and not plain.dedicated
-    seconds = chosen.prediction.iteration_seconds
-    if not (open_ and critic and actor[0].pp == critic[0].pp > 1):
-        return seconds
-    chunks = most_chunks(job, plain, "Auto")
-    return seconds if chunks == 1 else min(seconds, held(chosen, chunks).seconds)
 
 
 # ------------------------------------------------------------ one placement

@@ -20,7 +20,7 @@ from dovetail.planner.candidate import Candidate, Share, Task
 from dovetail.planner.lags import DrawnIterations
 from dovetail.planner.memory import GIB, Training, training_job
 from dovetail.planner.search import context_degrees, every_layout
-from dovetail.planner.seconds import Estimate, GPUCosts
+from dovetail.planner.seconds import GPUCosts
 from dovetail.planner.workload import Workload
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Layout
@@ -375,7 +375,10 @@ def most_chunks(job: PlannedJob, placed: Placed, schedule: str) -> int:
     stages = even_chunks(job, {model: placed.layouts[model] for model in trained}, several)
     if not job.trains_on_gpus:
         return max(stages, default=1)
-    return max((c for c in stages if placed.chosen is not None and held(placed.chosen, c).fits), default=1)
+    if (chosen := placed.chosen) is None:
+        return 1
+    folded = replace(chosen.candidate, schedule="VShaped")
+    return max((c for c in stages if costs_with(chosen, c).estimate(folded).fits), default=1)
 
 
 def even_chunks(job: PlannedJob, layouts: Mapping[str, Parallelism], several: Sequence[int]) -> list[int]:
@@ -390,11 +393,7 @@ def even_chunks(job: PlannedJob, layouts: Mapping[str, Parallelism], several: Se
     return [c for c in several if all(n is not None and n % (first.pp * c) == 0 for n in counts)]
 
 
-def held(chosen: Chosen, chunks: int) -> Estimate:
-    """The estimate of a placement on GPUs if each rank holds `chunks` stages."""
-    return costs_with(chosen, chunks).estimate(replace(chosen.candidate, schedule="VShaped"))
-
-
 def costs_with(chosen: Chosen, chunks: int) -> GPUCosts:
+    """The costs of a placement on GPUs if each rank holds `chunks` stages."""
     costs = chosen.costs
     return GPUCosts(replace(costs.work, chunks=chunks), costs.inventory, costs.max_samples)
