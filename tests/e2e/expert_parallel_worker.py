@@ -89,9 +89,15 @@ def one_model(engine: Engine, actor: ModelRef, zero3: bool = False) -> dict[str,
 
 def refused(groups: Any) -> dict[str, str]:
     out = {}
-    for name, actor in {"dense": ref("llama"), "experts": ref("qwen3_moe", num_experts=3)}.items():
+    on_experts = {"models": {"actor": {"lora": {"targetModules": ["experts.down_proj"]}}}}
+    cases: dict[str, tuple[ModelRef, dict[str, Any]]] = {
+        "dense": (ref("llama"), {}),
+        "experts": (ref("qwen3_moe", num_experts=3), {}),
+        "adapters": (ACTOR, on_experts),
+    }
+    for name, (actor, changes) in cases.items():
         try:
-            Engine(base.spec(), groups).load(base.load_command(actor=actor))
+            Engine(base.spec(**changes), groups).load(base.load_command(actor=actor))
         except RankFailed as failed:
             out[name] = str(failed)
     return out

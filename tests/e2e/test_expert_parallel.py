@@ -139,3 +139,4 @@ def test_what_cannot_be_divided_is_refused(results: dict[str, list[Any]]) -> Non
     for rank in results["training 2 0"]:
         assert "ep is 2, but layers of llama models have no experts that ranks can divide" in rank["refused"]["dense"]
         assert "ep is 2, which does not divide the 3 experts of a layer; use" in rank["refused"]["experts"]
+        assert "models.actor.lora.targetModules: adapters on experts need ep 1" in rank["refused"]["adapters"]
