@@ -72,7 +72,7 @@ test-fast: install tools $(KERNELS) ## Tests that start no vLLM servers or train
 
 test-nightly: lint tools $(KERNELS) ## The whole test suite, and the long drills in all their variants
 	@$(DEVCLUSTER) build --where-supported >/dev/null
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) --hypothesis-profile=nightly $(PYTEST_ARGS)
 
 BUDGETS = tests/budgets tests/nullgpu tests/unit/coordinator/test_training_schedule.py
 

@@ -181,18 +181,19 @@ def test_a_user_may_do_what_he_is_bound_to_and_no_more(cluster: KubeCluster, nam
 def test_a_killed_kubelet_and_a_stopped_etcd_come_back(cluster: KubeCluster, namespace: str) -> None:
     cluster.apply(pod("steady", "exec sleep 3600", "v100", gpus=2), namespace=namespace)
     before = cluster.wait_pod(namespace, "steady", "Running")["status"]["containerStatuses"][0]["containerID"]
-    restarts = json.loads(cluster.devcluster("status"))["processes"]["kubelet-v100"]["restarts"]
+
+    def process(name: str) -> dict[str, Any]:
+        return dict(json.loads(cluster.devcluster("status"))["processes"][name])
+
+    restarts = process("kubelet-v100")["restarts"]
     cluster.devcluster("kill", "kubelet-v100")
     cluster.devcluster("stop", "etcd")
-    assert cluster.try_kubectl("get", "nodes", "--request-timeout=3s").returncode != 0
+    wait_for("the end of etcd", lambda: process("etcd")["pid"] is None)
     cluster.devcluster("start", "etcd")
     wait_for("the API server", lambda: cluster.try_kubectl("get", "--raw", "/readyz").stdout == "ok")
     wait_for("the nodes", lambda: ready_nodes(cluster) == set(PRODUCTS))
 
-    def restarted() -> int:
-        return int(json.loads(cluster.devcluster("status"))["processes"]["kubelet-v100"]["restarts"]) - restarts
-
-    assert wait_for("the kubelet", restarted) == 1
+    assert wait_for("the kubelet", lambda: process("kubelet-v100")["restarts"] - restarts) == 1
     cluster.apply(pod("later", "echo $NVIDIA_VISIBLE_DEVICES", "v100", gpus=6), namespace=namespace)
     assert len(log_of(cluster, namespace, "later").split(",")) == 6, "the other two are still taken"
     steady = cluster.wait_pod(namespace, "steady", "Running")["status"]["containerStatuses"][0]
