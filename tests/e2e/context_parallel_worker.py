@@ -119,8 +119,9 @@ def every_family(rank: int, world: int, ports: Iterator[int], folder: Path) -> d
 
 
 def small_scratch(kind: str) -> ScratchModel:
-    config = small_copy(usual_config(kind), MODEL_FAMILIES[kind]).to_diff_dict()
-    return ScratchModel(architecture=kind, config={k: v for k, v in config.items() if k != "model_type"})
+    family = MODEL_FAMILIES[kind]
+    config = small_copy(usual_config(kind), family).to_diff_dict()
+    return ScratchModel(architecture=family.model_type, config={k: v for k, v in config.items() if k != "model_type"})
 
 
 def unlike(of: ModelRef, rank: int, world: int, port: int | None) -> dict[int, float]:
