@@ -3,10 +3,6 @@ checkpoints and exports. Nightly with four and eight ranks, and with all familie
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ from test_tensor_parallel import AFTER_MORE_STEPS, assert_close, assert_same_num
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from helpers import nightly
 from helpers.family_models import FAMILIES
+from helpers.rank_workers import results_of
 
 WORKER = Path(__file__).with_name("context_parallel_worker.py")
 pytestmark = pytest.mark.slow
@@ -35,20 +32,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ran = [("training", 1, 0), ("training", 2, 0), ("training", 2, 1), ("families", 4, 0)]
     if nightly.asked(request):
         ran += [("training", 4, 0), ("training", 4, 1), ("training", 4, 2), ("training", 8, 0), ("every_family", 4, 0)]
-    phases = [
-        [{"scenario": name, "world": w, "rank": r, "case": f"-{case}"} for r in range(w)] for name, w, case in ran
-    ]
-    command = [sys.executable, str(WORKER), str(folder), json.dumps(phases)]
-    helpers = {"PYTHONPATH": str(WORKER.parents[1])}
-    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1", **helpers}, check=True, timeout=3500)
-    found = json.loads((folder / "statuses.json").read_text())
-    if len(found) < len(phases) or any(s for phase in found for s in phase):
-        logs = "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in folder.glob("*.log"))
-        raise AssertionError(f"ranks ended with {found}:\n{logs}")
-    return {
-        f"{name} {world} {case}": [torch.load(folder / f"{name}-{world}-{r}-{case}.pt") for r in range(world)]
-        for name, world, case in ran
-    }
+    return results_of(WORKER, folder, ran)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,6 @@ sharding)."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +42,7 @@ from dovetail.pipelines.instance import Shape
 from dovetail.protocol.messages import StageTimes
 from dovetail.protocol.plan import Layout, divisions, same_batches
 from helpers import nightly
+from helpers.rank_workers import run_ranks
 
 WORKER = Path(__file__).with_name("schedule_worker.py")
 pytestmark = pytest.mark.slow
@@ -254,12 +252,7 @@ def results(cases: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactor
 
     folder = tmp_path_factory.mktemp("schedules")
     (folder / "cases.json").write_text(json.dumps(cases))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, str(WORKER), str(folder)], env=environment, check=True, timeout=3500)
-    statuses = json.loads((folder / "statuses.json").read_text())
-    if any(status for phase in statuses for status in phase):
-        logs = "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in folder.glob("*.log"))
-        raise AssertionError(f"ranks ended with {statuses}:\n{logs}")
+    run_ranks(WORKER, folder)
     worlds = {case["world"] for case in cases}
     ranks = {w: [torch.load(folder / f"schedules-{w}-{r}.pt") for r in range(w)] for w in worlds}
     return [[found[str(n)] for found in ranks[case["world"]]] for n, case in enumerate(cases)]
