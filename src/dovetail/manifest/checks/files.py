@@ -245,7 +245,8 @@ def _shared_layers(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
     """Problems with pinned degrees of models whose layers, tokens or experts ranks cannot share."""
     pinned = pinned_layouts(spec) or {}
     for name in ("actor", "critic"):
-        family = family_of(_trained_config(spec, name, base))
+        config = _trained_config(spec, name, base)
+        family = family_of(config)
         if name not in pinned or family is None:
             continue
         field, layout = pinned[name]
@@ -254,7 +255,7 @@ def _shared_layers(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
         if layout.tp > 1 and not family.splits:
             yield f"{field}.tp: {layout.tp} ranks cannot share layers of {family.name} models; set it to 1."
         with suppress(ShapeError):  # told elsewhere
-            if (why := ModelShape.of(_trained_config(spec, name, base)).deal_problem(layout.ep)) is not None:
+            if (why := ModelShape.of(config).deal_problem(layout.ep)) is not None:
                 yield f"{field}.ep is {layout.ep}, {why}."
 
 
